@@ -127,26 +127,19 @@ def _key(params: dict[str, Any]) -> int | None:
     return None if rule is None else id(rule)
 
 
-def rules_of(jaxpr: Any, eqn: Any) -> DerivativeRules:
-    """The rules of an equation of an open jaxpr. A rule that can't be traced yet (a mesh axis is missing) is None."""
+def rules_of(jaxpr: Any, eqn: Any, traced: bool = False) -> DerivativeRules:
+    """The rules of an equation of an open jaxpr; if `traced`, none of them is deferred.
+
+    A rule that can't be traced yet (a mesh axis is missing) is None.
+    """
     known = _cache.setdefault(jaxpr, {})
     key = _key(eqn.params)
     if key is None:
         return DerivativeRules()
-    if key not in known:
-        known[key] = _trace_or_defer(eqn.params, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars])
+    if key not in known or (traced and known[key].deferred):
+        rules = _trace if traced else _trace_or_defer
+        known[key] = rules(eqn.params, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars])
     return known[key]
-
-
-def traced_rules_of(jaxpr: Any, eqn: Any) -> DerivativeRules:
-    """The rules of an equation of an open jaxpr, none of them deferred."""
-    rules = rules_of(jaxpr, eqn)
-    if rules.deferred:
-        key = _key(eqn.params)
-        assert key is not None
-        rules = _trace(eqn.params, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars])
-        _cache[jaxpr][key] = rules
-    return rules
 
 
 def closed_over(jaxpr: Any, eqn: Any) -> Sequence[Any]:

@@ -209,18 +209,17 @@ class Inference:
         return Step(eqn, Action.BIND, reads, outs, why, listing)
 
     def in_half(self, eqn: Any, listing: Listing, level: Level, why: str) -> Step:
-        """A step that computes in half."""
-        float8 = self._float8(eqn)
-        if float8 is not None and float8.dtypes:
-            return self._in_float8(eqn, listing, level, why, float8)
+        """A step that computes in half, or in float8 from parameters in float32 and activations in half."""
+        float8, smaller, parameters = self._float8(eqn), _smaller_operands(eqn), self._parameters(eqn)
+        is_float8 = float8 is not None and bool(float8.dtypes)
         if float8 is not None:
-            why = f"{why}; not float8: {float8.why}"
-        smaller, parameters = _smaller_operands(eqn), self._parameters(eqn)
-        reads = tuple(self.read(v, FULL if i in smaller else HALF) for i, v in enumerate(eqn.invars))
+            why = f"{why}: float8" if is_float8 else f"{why}; not float8: {float8.why}"
+        wide = parameters if is_float8 else smaller
+        reads = tuple(self.read(v, FULL if i in wide else HALF) for i, v in enumerate(eqn.invars))
         if eqn.primitive.name == "mul":
             for i in smaller:
                 self.read(eqn.invars[i], HALF)
-        for i in parameters:
+        for i in () if is_float8 else parameters:
             self.read(eqn.invars[i], FULL)
         outs = tuple(Inferred(level, HALF) if tracked(v) else None for v in eqn.outvars)
         self.unchanged = False
@@ -238,16 +237,6 @@ class Inference:
         parameters = [None if value is None else castable(value) for value in values]
         paths = paths_of(eqn, join(setting.path, module_of(eqn)), setting.owners) if setting.float8.entries else ()
         return decide(eqn, parameters, bool(self.used(eqn) & Use.ANY_HALF), setting.float8, paths)
-
-    def _in_float8(self, eqn: Any, listing: Listing, level: Level, why: str, float8: Decision) -> Step:
-        """A step that quantises its operands to float8: parameters from float32, activations from half."""
-        parameters = self._parameters(eqn)
-        reads = tuple(self.read(v, FULL if i in parameters else HALF) for i, v in enumerate(eqn.invars))
-        outs = (Inferred(level, HALF),)
-        self.unchanged = False
-        return Step(
-            eqn, Action.BIND, reads, outs, f"{why}: float8", listing, half=True, parameters=parameters, float8=float8
-        )
 
     def _parameters(self, eqn: Any) -> tuple[int, ...]:
         """The indices of a matmul's float32 operands that are parameters, or computed only from parameters."""

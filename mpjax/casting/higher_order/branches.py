@@ -15,13 +15,13 @@ from mpjax.casting.higher_order.sub_jaxpr import (
     convention_of,
     enter,
     flatten_operands,
+    function_of,
     operand_dtypes,
-    unflatten_operands,
 )
 from mpjax.casting.infer import Inference, plan_jaxpr
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, at_boundary, join, storage_of
 from mpjax.casting.plan import Plan, Step
-from mpjax.casting.rewrite import arrays_of, run_closed, values_of
+from mpjax.casting.rewrite import values_of
 from mpjax.casting.uses import Use, uses
 
 
@@ -67,18 +67,10 @@ def _agreed(found: Sequence[Inferred | None], use: Use) -> Inferred | None:
 
 def _issue(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
     inner: Inner = step.inner
-    half = plan.setting.half
     index, *arrays = flatten_operands(inner.convention, operands)
-
-    def branch(planned: Plan, jaxpr: Any) -> Any:
-        def body(*arrays: Any) -> tuple[Any, ...]:
-            values = unflatten_operands(inner.convention[1:], arrays, 1, len(planned.invars), half)
-            return tuple(arrays_of(run_closed(planned, jaxpr, values), step.outs))
-
-        return body
-
-    branches = [branch(*pair) for pair in zip(inner.plans, step.eqn.params["branches"], strict=True)]
-    return values_of(evaluator.cond(step.eqn, index, branches, arrays), step.outs, half)
+    pairs = zip(inner.plans, step.eqn.params["branches"], strict=True)
+    branches = [function_of(planned, inner.convention[1:], jaxpr, step.outs, first=1) for planned, jaxpr in pairs]
+    return values_of(evaluator.cond(step.eqn, index, branches, arrays), step.outs, plan.setting.half)
 
 
 COND = HigherOrder(_uses, _infer, _issue)

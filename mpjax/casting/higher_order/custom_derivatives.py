@@ -28,7 +28,6 @@ from mpjax.casting.derivative_rules import (
     closes_over_tracers,
     jvp_rule,
     rules_of,
-    traced_rules_of,
     vjp_rule,
 )
 from mpjax.casting.higher_order.calls import uses_of_call
@@ -117,8 +116,7 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     entered = WithRules(inner, convention_of(inference, eqn, storages), unread)
     rules = DerivativeRules()
     if not in_rule:
-        wanted = traced_rules_of if inference.setting.plans_rules else rules_of
-        rules = wanted(inference.jaxpr, eqn)
+        rules = rules_of(inference.jaxpr, eqn, traced=inference.setting.plans_rules)
     if rules.jvp is not None:
         entered.jvp = rules.jvp, _plan_jvp(rules.jvp, entered, eqn.params)
     if rules.vjp is not None and rules.backward is not None:

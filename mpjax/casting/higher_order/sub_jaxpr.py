@@ -115,12 +115,23 @@ def unflatten_operands(
     return values
 
 
-def function_of(planned: Plan, convention: Convention, jaxpr: Any) -> Callable[..., tuple[Any, ...]]:
-    """A sub-jaxpr as a function of the arrays that are passed to it."""
+def function_of(
+    planned: Plan, convention: Convention, jaxpr: Any, outs: Sequence[Inferred | None] | None = None, first: int = 0
+) -> Callable[..., tuple[Any, ...]]:
+    """A sub-jaxpr as a function of the arrays that are passed to it.
+
+    Args:
+        planned: Its plan.
+        convention: The operands that it takes.
+        jaxpr: The sub-jaxpr.
+        outs: The inferred dtypes of its results; by default those of the plan.
+        first: The index of the first operand that it takes.
+    """
+    returned = planned.outs if outs is None else outs
 
     def body(*arrays: Any) -> tuple[Any, ...]:
-        values = unflatten_operands(convention, arrays, 0, len(planned.invars), planned.setting.half)
-        return tuple(arrays_of(run_closed(planned, jaxpr, values), planned.outs))
+        values = unflatten_operands(convention, arrays, first, len(planned.invars), planned.setting.half)
+        return tuple(arrays_of(run_closed(planned, jaxpr, values), returned))
 
     return body
 
