@@ -209,6 +209,13 @@ def test_attention_is_fused_and_as_exact_as_today(name):
     assert error(gradients(loss, args), reference) <= 1.1 * today
 
 
+def test_float16_runs_on_a_cpu_and_is_as_exact_as_today():
+    loss, args = loss_of(einsum), arguments()
+    reference = exact(loss, args)
+    fused, today = (gradients(loss, args, attention, "mixed_float16") for attention in ("xla", "unfused"))
+    assert error(fused, reference) <= 1.1 * error(today, reference)
+
+
 def keyed(change=lambda scores: scores, after=lambda weights: weights, returns=lambda scores, weights: 0.0):
     """A causal attention with changes to its scores or probabilities."""
 

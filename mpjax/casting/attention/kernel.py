@@ -80,8 +80,7 @@ class Options:
         mask = functools.reduce(jnp.logical_and, masks) if masks else None
         bias = functools.reduce(jnp.add, terms) if terms else None
         bias = None if bias is None else self._in_half(bias, q.dtype)
-        fused = functools.partial(jax.nn.dot_product_attention, implementation=self.implementation)
-        attention: Any = flash_attention if self.implementation == "pallas" else fused
+        attention: Any = {"pallas": flash_attention, "xla": _attention_of_xla}.get(self.implementation, _CUDNN)
         attention = functools.partial(
             attention, scale=abs(self.scale), is_causal=self.is_causal, local_window_size=self.local_window_size
         )
@@ -103,6 +102,18 @@ class Options:
         seen = jnp.any(band if mask is None else mask & band, axis=-1)
         seen = jnp.broadcast_to(seen, (*out.shape[:1], seen.shape[-2] if seen.ndim > 1 else 1, out.shape[1]))
         return jnp.where(seen.swapaxes(1, 2)[..., None], out, jnp.nan)
+
+
+_CUDNN = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+
+
+def _attention_of_xla(q: Any, k: Any, v: Any, bias: Any, mask: Any, **options: Any) -> Any:
+    """JAX's attention without a kernel."""
+    arrays = (q, k, v)
+    if q.dtype == np.float16 and compat.platform() not in ("cuda", "rocm", "gpu"):
+        arrays = tuple(x.astype(np.float32) for x in arrays)  # Only GPUs have JAX's float16 matmul, F16_F16_F32.
+    out = jax.nn.dot_product_attention(*arrays, bias, mask, implementation="xla", **options)
+    return out.astype(q.dtype)
 
 
 def implementation_of(choice: str) -> str:
