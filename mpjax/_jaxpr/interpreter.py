@@ -26,6 +26,7 @@ from jax.tree_util import Partial
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.evaluator import bind, cond, evaluate, scan, shard_map, while_loop
+from mpjax._jaxpr.host import bind_on_host, in_host_memory
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.program import Block, Site, lay_out, manual_axes
 from mpjax.policy import HALF_DTYPES
@@ -189,7 +190,7 @@ class Instrumented:
 
     def _bound(self, place: Site, ins: Sequence[Any]) -> list[Any]:
         """The results of an equation without sub-jaxprs."""
-        return (bind_wide if self.wide else bind)(place.eqn, ins)
+        return bound(place.eqn, ins, self.wide)
 
     def _empty(self, block: Block) -> dict[Key, Any]:
         return {key: self._varying(self.probe.empty(key)) for key in self.probe.keys(block)}
@@ -348,7 +349,19 @@ def is_half(x: Any) -> bool:
 
 def widened(x: Any) -> Any:
     """A half array cast to float32; any other value unchanged."""
-    return lax.convert_element_type(x, np.float32) if is_half(x) else x
+    if not is_half(x):
+        return x
+    return np.asarray(x, np.float32) if in_host_memory(x) else lax.convert_element_type(x, np.float32)
+
+
+def bound(eqn: Any, arrays: Sequence[Any], wide: bool) -> list[Any]:
+    """Evaluates an equation, with NumPy where that spares a compilation."""
+    found = bind_on_host(eqn, arrays, wide)
+    if found is not None:
+        return found
+    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+        arrays = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays]  # which some primitives insist on
+    return (bind_wide if wide else bind)(eqn, arrays)
 
 
 def bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Traces a call, or the gradient of a loss function as one program, for the inspections that run a program."""
+"""The gradient of a loss function as one program, for inspections that run it, and its trial in half at any scale."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax import lax
+from jax.tree_util import Partial
 
-from mpjax._jaxpr.interpreter import is_half
-from mpjax._jaxpr.program import Site
+from mpjax._jaxpr.host import in_host_memory
+from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Probe, is_half, widened
+from mpjax._jaxpr.primitives import primitive
+from mpjax._jaxpr.program import Site, lay_out, owners_of, walk
 from mpjax.casting.autocast import Program, autocast, functional, trace
 from mpjax.casting.rules import Rules
 from mpjax.loss_scale import static_loss_scale, value_and_grad
@@ -44,13 +48,6 @@ def argument_names(program: Program, args: Sequence[Any], kwargs: dict[str, Any]
     if not contains_nnx_object((args, kwargs)):
         return list(program.names)
     return nnx_calls.names(program.names, args, kwargs)
-
-
-def in_host_memory(x: Any) -> bool:
-    """Whether NumPy can read an array in place: it lies in host memory, on one device."""
-    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
-        return isinstance(x, np.ndarray)
-    return [device.platform for device in x.devices()] == ["cpu"]
 
 
 def below_root(path: str, paths: Collection[str]) -> str:
@@ -182,3 +179,62 @@ def _with_named_modules(fun: Callable[..., Any]) -> Callable[..., Any]:
             return fun(*args, **kwargs)
 
     return named
+
+
+class Trial:
+    """The gradient of a loss function at any loss scale.
+
+    Args:
+        caller: The tool, for error messages.
+        loss: The loss function, under autocast or in float32.
+        args: The arguments of the call.
+    """
+
+    def __init__(self, caller: str, loss: Loss, args: Sequence[Any]):
+        self._program, self._scale, self.names = loss.traced_at_any_scale(caller, args)
+        self._owners = owners_of(self._program.jaxpr, self._program.names)
+        self._block = lay_out(self._program.jaxpr, owners=self._owners)
+        self._evaluation = Eager(Probe(), wide=True, replace=Partial(_rounded))
+
+    @functools.cached_property
+    def sites(self) -> list[Site]:
+        """The program's equations."""
+        return list(walk(self._program.jaxpr, owners=self._owners))
+
+    @property
+    def half_share(self) -> float:
+        """The share of the FLOPs of matmuls and convolutions with half operands."""
+        return half_share(self.sites)
+
+    def run(self, scale: float) -> tuple[Any, list[Any]]:
+        """The loss and the gradients, in the order of `names`, at a loss scale."""
+        arrays = [widened(x) for x in self._program.arrays]
+        arrays[self._scale] = np.float32(scale)
+        outs, _ = self._evaluation.block(self._block, arrays)
+        return outs[len(self.names)], outs[: len(self.names)]
+
+    def error(self, scale: float, exact: Sequence[Any]) -> float:
+        """The relative error of the gradients against the exact ones; inf if they are not finite."""
+        return relative_error(self.run(scale)[1], exact)
+
+
+def _rounded(place: Site, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
+    """An equation's results. Those in half are rounded to half and cast back to float32."""
+    row, eqn = primitive(place.name), place.eqn
+    if (row.moves or row.keeps_values) and all(map(is_half, eqn.invars[:1])):
+        return outs  # the operands are rounded already
+    return [_round(x, v.aval.dtype) if is_half(v) else x for x, v in zip(outs, eqn.outvars, strict=True)]
+
+
+def _round(x: Any, dtype: Any) -> Any:
+    if in_host_memory(x):
+        with np.errstate(all="ignore"):
+            return np.asarray(x).astype(dtype).astype(np.float32)
+    return (_to_half_and_back if isinstance(x, jax.core.Tracer) else _compiled)(x, dtype)
+
+
+def _to_half_and_back(x: Any, dtype: Any) -> Any:
+    return lax.convert_element_type(lax.convert_element_type(x, dtype), np.float32)
+
+
+_compiled = functools.partial(jax.jit, static_argnums=1, compiler_options=COMPILER_OPTIONS)(_to_half_and_back)

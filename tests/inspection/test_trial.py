@@ -10,8 +10,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.inspection.gradient import Loss
-from mpjax.inspection.trial import Trial
+from mpjax.inspection.gradient import Loss, Trial
 from mpjax.policy import get_policy
 
 

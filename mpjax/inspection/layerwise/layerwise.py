@@ -15,8 +15,7 @@ from mpjax._jaxpr.program import Block, lay_out, owners_of
 from mpjax._jaxpr.source import BACKWARD
 from mpjax.casting.classify import default_listing
 from mpjax.inspection.gradient import Loss, scale_state, trace_to_run
-from mpjax.inspection.layerwise.groups import Group, grouped
-from mpjax.inspection.layerwise.lockstep import error_note, evaluated
+from mpjax.inspection.layerwise.lockstep import Group, error_note, evaluated, grouped
 from mpjax.inspection.numerics.activations import equations_of_gradients
 from mpjax.inspection.reports import Report, Section, folded_rows, percent, short_dtypes
 

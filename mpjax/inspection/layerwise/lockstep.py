@@ -1,9 +1,10 @@
-"""Evaluates a program in float32 and in half in lockstep, and measures the error."""
+"""The modules of a program as groups of equations, and its evaluation in float32 and in half in lockstep."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,20 +13,109 @@ import numpy as np
 from jax import lax
 
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.evaluator import bind
-from mpjax._jaxpr.interpreter import (
-    Eager,
-    Instrumented,
-    Key,
-    Probe,
-    bind_wide,
-    is_float,
-    is_half,
-    widened,
-)
+from mpjax._jaxpr.evaluator import evaluate
+from mpjax._jaxpr.host import in_host_memory
+from mpjax._jaxpr.interpreter import Eager, Instrumented, Key, Probe, bound, is_float, is_half, widened
+from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.program import Block, Site
+from mpjax._jaxpr.source import informative_frame
 from mpjax._jaxpr.staging import cast
-from mpjax.inspection.layerwise.groups import Group, Grouped, is_transparent, passes_through
+from mpjax.policy import HALF_DTYPES
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The equations of one module, or of one user function where no module has a name.
+
+    Args:
+        name: The module path, or the function as `loss_fn (train.py)`.
+        path: The module path; empty for a function.
+    """
+
+    name: str
+    path: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """The groups of a program.
+
+    Args:
+        groups: The group of each equation, by its number.
+        passed_on: The results, as (number, index), that an equation of another group reads or that the program returns.
+    """
+
+    groups: dict[int, Group]
+    passed_on: frozenset[tuple[int, int]]
+
+
+def grouped(block: Block) -> Grouped:
+    """The groups of a program, and their results that other groups read or that the program returns."""
+    groups = dict(_groups(block, None))
+    passed_on: set[tuple[int, int]] = set()
+    outs = _Readers(groups, passed_on).block(block, [None] * len(block.jaxpr.invars))
+    passed_on.update(producers for producers in outs if producers is not None)
+    return Grouped(groups, frozenset(passed_on))
+
+
+def is_transparent(place: Site) -> bool:
+    """Whether an equation runs its sub-jaxpr once, in place: `jit`, `remat`, custom derivative rules."""
+    return bool(place.blocks) and primitive(place.name).call
+
+
+def passes_through(place: Site) -> bool:
+    """Whether an equation only moves elements or casts without rounding, so the operand's producer is the source."""
+    eqn, row = place.eqn, primitive(place.name)
+    if place.blocks or not (row.moves or row.whole) or len(eqn.outvars) != 1:
+        return False
+    given, result = (getattr(v.aval, "dtype", None) for v in (eqn.invars[0], eqn.outvars[0]))
+    return given == result or (given in HALF_DTYPES and result == np.float32)
+
+
+def _groups(block: Block, outer: Group | None) -> Iterator[tuple[int, Group]]:
+    for place in block.eqns:
+        path = place.path
+        inherited = outer is not None and (not path or path == outer.path)
+        group = outer if inherited and outer is not None else Group(path or _function(place), path)
+        yield place.number, group
+        for inner in place.blocks:
+            # JAX caches the traces of its own jitted functions, with the source lines of their first call.
+            yield from _groups(inner, group if place.name in ("jit", "pjit") else None)
+
+
+def _function(place: Site) -> str:
+    """The innermost function of a traceback that is not in a layer library, as `loss_fn (train.py)`."""
+    frames = compat.user_frames(place.eqn)
+    which = informative_frame([frame.file_name for frame in frames], in_layer=False)
+    if which is None:
+        return ""
+    return f"{frames[which].function_name.rpartition('.')[2]} ({frames[which].file_name.rsplit('/', 1)[-1]})"
+
+
+class _Readers:
+    """Finds the values passed between groups. A value is identified by its equation's number and its result index."""
+
+    def __init__(self, groups: dict[int, Group], passed_on: set[tuple[int, int]]):
+        self.groups, self.passed_on = groups, passed_on
+
+    def block(self, block: Block, ins: Sequence[Any]) -> list[Any]:
+        env = block.environment(ins, [None] * len(block.jaxpr.constvars))
+        return evaluate(block, env, self._rule, lambda literal, place: None)
+
+    def _rule(self, place: Site, producers: Sequence[Any]) -> Sequence[Any]:
+        if is_transparent(place):
+            return self.block(place.blocks[0], producers)
+        if passes_through(place) and producers[0] is not None:
+            return producers[:1]
+        inside, outvars = bool(place.blocks), place.eqn.outvars
+        for producer in producers:
+            if producer is not None and (inside or self.groups[producer[0]] != self.groups[place.number]):
+                self.passed_on.add(producer)
+        for body in place.blocks:
+            outs = self.block(body, [None] * len(body.jaxpr.invars))
+            self.passed_on.update(producer for producer in outs if producer is not None)
+        return [None if inside else (place.number, i) for i in range(len(outvars))]
+
 
 ErrorNote = tuple[Any, Any, Any]  # largest magnitude, sums of squares in units of it, counts of inf or NaN in half only
 
@@ -94,15 +184,17 @@ class Lockstep(Instrumented):
 
     def _bound(self, place: Site, ins: Sequence[Any]) -> list[Any]:
         eqn = place.eqn
-        exact = bind_wide(_at_full_precision(eqn), [x.exact for x in ins])
+        exact = bound(_at_full_precision(eqn), [x.exact for x in ins], True)
         in_half = any(map(is_half, (*eqn.invars, *eqn.outvars)))
-        half = exact if not in_half and all(x.half is x.exact for x in ins) else bind(eqn, [x.half for x in ins])
+        half = (
+            exact if not in_half and all(x.half is x.exact for x in ins) else bound(eqn, [x.half for x in ins], False)
+        )
         if all(x.fresh is x.half for x in ins):
             fresh = half
         elif not in_half and all(x.fresh is x.exact for x in ins):
             fresh = exact
         else:
-            fresh = bind(eqn, [x.fresh for x in ins])
+            fresh = bound(eqn, [x.fresh for x in ins], False)
         return [Values(*each) for each in zip(exact, half, fresh, strict=True)]
 
 
@@ -191,7 +283,7 @@ def error_note(exact: Any, half: Any, fresh: Any) -> ErrorNote:
     those of masks).
     """
     arrays = exact, half, fresh
-    if any(isinstance(x, jax.core.Tracer) for x in arrays) or exact.size > _SMALL or not exact.is_fully_addressable:
+    if exact.size > _SMALL or not all(map(in_host_memory, arrays)):
         return _compiled_note(*arrays)
     with np.errstate(all="ignore"):
         return _noted(np, *map(np.asarray, arrays))

@@ -16,11 +16,11 @@ import numpy as np
 from jax import lax
 
 from mpjax._jaxpr.evaluator import evaluate
+from mpjax._jaxpr.host import in_host_memory
 from mpjax._jaxpr.interpreter import Key, Probe, is_float, is_inexact
 from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.program import Block, Site
 from mpjax._jaxpr.source import BACKWARD
-from mpjax.inspection.gradient import in_host_memory
 
 INF, NAN = 1, 2
 _FOUND = ("found",)

@@ -17,13 +17,20 @@ from mpjax._jaxpr.interpreter import Eager, is_half, is_inexact, widened
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.program import Block, Site, lay_out, owners_of
 from mpjax._jaxpr.source import BACKWARD, FORWARD
-from mpjax.inspection.gradient import Loss, below_root, scale_state, trace_to_run
+from mpjax.inspection.gradient import Loss, Trial, below_root, scale_state, trace_to_run
 from mpjax.inspection.numerics.activations import Counted, counted
-from mpjax.inspection.numerics.host_statistics import HostRangeProbe, result
-from mpjax.inspection.numerics.range_statistics import BIAS, BINS, Limits, RangeNote, RangeProbe, Tally, tally_of
+from mpjax.inspection.numerics.range_statistics import (
+    BIAS,
+    BINS,
+    HostRangeProbe,
+    Limits,
+    RangeNote,
+    RangeProbe,
+    Tally,
+    tally_of,
+)
 from mpjax.inspection.numerics.report import NumericsReport as NumericsReport
 from mpjax.inspection.numerics.report import Range, Tried
-from mpjax.inspection.trial import Trial
 from mpjax.policy import HALF_DTYPES, Policy, get_policy
 
 # A module that loses more than this share of its nonzero values should be kept in float32.
@@ -159,7 +166,7 @@ class _Measuring:
         outs, notes = compiled.evaluation.block(compiled.block, [*arrays], consts=consts)
         grads = outs[: len(compiled.names)]
         self.gradients.append({})
-        self._take(compiled, notes, grads)
+        self._take(compiled, jax.device_get(notes), grads)
         size = max(self.gradients[-1].values(), default=0.0)
         rows = [*self.largest, (size, self.batches, args, grads)]
         self.largest = sorted(rows, key=lambda row: -row[0])[:_KEPT]
@@ -186,7 +193,7 @@ class _Measuring:
                 rows.append(_Row("half gradients", place.path, phase))
             if number in counts.all and matters:
                 rows.append(_Row("matters", place.path, phase))
-            found = result(notes["range", number])
+            found = notes["range", number]
             for row in rows:
                 self._put(row, found, dtypes)
             if phase == BACKWARD and rows[-1].table == "matters":
@@ -195,7 +202,7 @@ class _Measuring:
                 self.gradients[-1][place.path] = max(size, self.gradients[-1].get(place.path, 0.0))
         for name, grad in zip(compiled.names, grads, strict=True):
             scaled = np.asarray(grad, np.float32) * np.float32(self.scale)
-            found = result(compiled.probe.take([scaled], [], self.limits))
+            found = jax.device_get(compiled.probe.take([scaled], [], self.limits))
             self._put(_Row("parameters", name, BACKWARD), found, ("float32",))
 
     def verified(self, budget: float) -> NumericsReport:

@@ -1,11 +1,11 @@
-"""Range statistics inside a compiled program: small arrays per equation, summed over iterations and batches."""
+"""Range statistics of arrays: small arrays per equation, summed over iterations and batches, by XLA or by NumPy."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.host import in_host_memory
 from mpjax._jaxpr.interpreter import Key, Probe, is_float
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.program import Block, Site
@@ -293,3 +294,76 @@ def _addends(place: Site, ins: Sequence[Any], outs: Sequence[Any]) -> list[tuple
 def _summed_axes(place: Site) -> tuple[int, ...] | None:
     """The axes that a sum reduces; None for operations that keep them."""
     return tuple(place.eqn.params["axes"]) if place.name == "reduce_sum" else None
+
+
+_CHUNK = 1 << 16  # elements: intermediate results stay in the cache
+
+
+class HostRangeProbe(RangeProbe):
+    """A `RangeProbe` that measures arrays with NumPy where the host can read them in place."""
+
+    def take(self, floats: Sequence[Any], pairs: Sequence[tuple[Any, Any]], *given: Any) -> Any:
+        on_host = all(map(in_host_memory, (*floats, *(x for pair in pairs for x in pair))))
+        return (note_on_host if on_host else super().take)(floats, pairs, *given)
+
+
+def note_on_host(
+    floats: Sequence[Any],
+    pairs: Sequence[tuple[Any, Any]],
+    limits: Limits,
+    axes: tuple[int, ...] | None = None,
+    graded: bool = True,
+) -> RangeNote:
+    """The same result as `note`, computed with NumPy."""
+    counts, histogram = np.zeros(7, np.uint32), np.zeros(BINS, np.uint32)
+    largest, smallest = 0, INFINITY
+    for size in (size for x in floats for size in _chunks(_bits(x))):
+        zeros, small, held, finite = (
+            size.size - np.count_nonzero(size),
+            np.count_nonzero(size <= limits.bits_of(limits.flushed)),
+            np.count_nonzero(size < limits.bits_of(limits.overflowed)),
+            np.count_nonzero(size < INFINITY),
+        )
+        counts[:5] += np.array([size.size, zeros, small - zeros, finite - held, size.size - finite], np.uint32)
+        if graded:
+            histogram += np.bincount(size >> 23, minlength=BINS).astype(np.uint32)
+            histogram[[0, BINS - 1]] -= np.array([zeros, size.size - finite], np.uint32)
+        if finite < size.size:
+            size = size[size < INFINITY]
+        if zeros < size.size:
+            largest = max(largest, int(size.max()))
+            smallest = min(smallest, int((size - np.uint32(1)).min()) + 1)  # zero becomes the largest integer
+    for addend, total in pairs:
+        counts[5:] += _absorbed_on_host(np.asarray(addend), np.asarray(total), limits, axes)
+    extremes = np.array([largest, smallest], np.uint32).view(np.float32)
+    return counts, extremes, histogram if graded else histogram[:0]
+
+
+def _bits(x: Any) -> np.ndarray:
+    array = np.asarray(x)
+    return np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint32)
+
+
+def _chunks(bits: np.ndarray) -> Iterator[np.ndarray]:
+    for i in range(0, bits.size, _CHUNK):
+        yield bits[i : i + _CHUNK] & np.uint32(SIZE_BITS)
+
+
+def _absorbed_on_host(
+    addend: np.ndarray, total: np.ndarray, limits: Limits, axes: tuple[int, ...] | None
+) -> np.ndarray:
+    """The counts of nonzero finite elements of an addend, and of those that leave the sum unchanged in half."""
+    power = (np.ascontiguousarray(total, np.float32).view(np.uint32) & np.uint32(INFINITY)).view(np.float32)
+    with np.errstate(invalid="ignore"):
+        place = np.where(np.isfinite(power), power * np.float32(2.0 ** -(limits.bits + 1)), np.float32(0))
+    place = place.reshape(total.shape) if axes is None else np.expand_dims(place.reshape(total.shape), axes)
+    counted, lost = np.intp(0), np.intp(0)
+    # Steps along the first axis keep intermediate results small.
+    steps = max(1, _CHUNK * addend.shape[0] // max(addend.size, 1)) if addend.ndim else 1
+    for i in range(0, len(addend) if addend.ndim else 1, steps):
+        part = np.abs(addend[i : i + steps] if addend.ndim else addend).astype(np.float32)
+        own = place[i : i + steps] if addend.ndim and len(place) == len(addend) else place
+        nonzero = (part != 0) & (part < np.inf)
+        counted += np.count_nonzero(nonzero)
+        lost += np.count_nonzero(nonzero & (part <= own))
+    return np.array([counted, lost], np.uint32)

@@ -117,11 +117,7 @@ def _evidence_lines(found: Evidence, baseline: str) -> Iterator[str]:
 
 
 def evidence_of(
-    make: Callable[..., Any],
-    policy: str,
-    baseline: str,
-    runs: Sequence[Run],
-    base_runs: Sequence[Run],
+    make: Callable[..., Any], policy: str, baseline: str, runs: Sequence[Run], base_runs: Sequence[Run]
 ) -> Evidence:
     """Collects evidence on why a policy is worse. It retrains the baseline up to the step of the measurement.
 

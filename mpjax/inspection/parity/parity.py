@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mpjax.inspection.parity.evidence import evidence_of
-from mpjax.inspection.parity.folder import Folder, settings_of
 from mpjax.inspection.parity.report import ParityReport as ParityReport
 from mpjax.inspection.parity.statistics import PairedComparison, compare
+from mpjax.inspection.parity.training import Folder, Run, make_training, run_training, settings_of
 from mpjax.inspection.parity.training import MakeTraining as MakeTraining
-from mpjax.inspection.parity.training import Run, make_training, run_training
 from mpjax.inspection.parity.training import Training as Training
 
 

@@ -15,10 +15,9 @@ import numpy as np
 from mpjax._jaxpr.program import not_entered
 from mpjax.casting import Float8, Rules, autocast_disabled
 from mpjax.casting.autocast import Autocast, autocast_of
-from mpjax.inspection.gradient import Loss, relative_error, scale_state
+from mpjax.inspection.gradient import Loss, Trial, relative_error, scale_state
 from mpjax.inspection.layerwise.layerwise import errors_by_module
-from mpjax.inspection.reports import Report, Section, percent, totals
-from mpjax.inspection.trial import Trial, is_covered
+from mpjax.inspection.reports import Report, Section, folded, percent, totals
 from mpjax.policy import HALF_DTYPES, get_policy, path_matches
 
 
@@ -149,8 +148,7 @@ LossAndGradients = tuple[Any, Mapping[str, Any]]  # the loss, and the gradients 
 Metric = Callable[[LossAndGradients, LossAndGradients], Any]
 # The start of `dynamic_loss_scale`, and here the factor of each backoff and the smallest scale.
 _FIRST_SCALE, _BACKOFF, _LAST_SCALE = 2.0**15, 2.0**5, 1.0
-_MOST_PASSES = 30
-_SMALL = 20  # modules
+_MOST_PASSES = 16  # each traces and runs the gradient once: about half of the time of compiling it
 
 
 def search(
@@ -170,11 +168,11 @@ def search(
 
         rank the modules by their own error in half           (`layerwise_error`, one pass)
         keep the fewest top-ranked modules to meet the budget (bisection)
-        return modules to half while the budget is met        (groups, then single modules)
-        run once more with the resulting rules
+        return modules to half while the budget is met        (several together, then one by one)
 
-    A pass runs the gradient on the given batch, operation by operation, and rounds each result that half stores. A
-    search takes about thirty passes at most. If it ends before that, none of the modules can return to half by itself.
+    Repeated layers are kept or returned together at first, then one by one. A pass runs the gradient on the given batch
+    under the rules that it tries, operation by operation, and rounds each result that half stores: each error was
+    measured. A search takes sixteen passes at most. If it ends before that, each module in float32 is needed.
 
     Args:
         fun: The loss function in float32. If it is an `autocast` function (`jax.jit` of one included), the search
@@ -230,81 +228,99 @@ def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchR
     if not before <= budget:
         ranked = passes.ranked()
         kept, needed = _smallest(passes, [*ranked], budget)
-    after = passes.rerun(kept) if kept else before
-    while not after <= budget and len(kept) < len(ranked):  # its rules keep less in float32 than the runs before
-        kept, needed = tuple(dict.fromkeys((*kept, *ranked)))[: 2 * len(kept)], False
-        after = passes.rerun(kept)
     total = sum(flops.values()) or 1
     rows = [
         SearchedModule(module, is_covered(module, kept), error, flops.get(module, 0) / total)
         for module, error in ranked.items()
     ]
-    patterns = passes.patterns(kept)
     return SearchReport(
         function=name,
         policy=policy,
         budget=budget,
         error_before=before,
-        error=after,
+        error=passes.error(kept),
         keep_float32=kept,
-        patterns=patterns,
+        patterns=passes.patterns(kept),
         rules=passes.rules(kept),
-        half_share=passes.half_share,
+        half_share=passes.half_share(kept),
         modules=tuple(sorted(rows, key=lambda row: (not row.float32, -(row.error or 0.0)))),
-        minimal=needed,
+        minimal=needed and not passes.ended,
         kept_dtype="float32" if passes.policy.matmul_dtype is None else str(passes.policy.compute_dtype),
         passes=passes.count,
         unseen=passes.unseen,
     )
 
 
-def _smallest(passes: _Passes, ranked: Sequence[str], budget: float) -> tuple[tuple[str, ...], bool]:
-    """Modules that meet the budget in float32, and whether each of them is needed; all modules if none do."""
-    most = _MOST_PASSES - 1  # one is left for the rerun
-    low, high = 0, len(ranked)
-    while high - low > 1 and passes.count < most:
-        middle = (low + high) // 2
-        low, high = (low, middle) if passes.error(ranked[:middle]) <= budget else (middle, high)
-    kept = list(ranked[:high])
-    if not passes.error(kept) <= budget:
-        return tuple(kept), False
+Modules = tuple[str, ...]
 
-    def thin_out(candidates: Sequence[str], needed: bool) -> None:
+
+def _smallest(passes: _Passes, ranked: Sequence[str], budget: float) -> tuple[Modules, bool]:
+    """Modules that meet the budget in float32, and whether each of them is needed; all modules if none do.
+
+    Repeated layers are one group at first. Then groups that are needed are searched in the same way.
+    """
+    names = folded(ranked)
+    groups: dict[str, Modules] = {}
+    for module in ranked:
+        groups[names[module]] = (*groups.get(names[module], ()), module)
+    kept = _needed(passes, [*groups.values()], (), budget)
+    for group in reversed(kept):  # the least sensitive first
+        if len(group) > 1:
+            rest = [other for other in kept if other != group]
+            kept = [*rest, *_needed(passes, [(module,) for module in group], sum(rest, ()), budget)]
+    found = tuple(module for module in ranked if any(module in group for group in kept))
+    return found, all(passes.error([m for m in found if m != module]) > budget for module in found)
+
+
+def _needed(passes: _Passes, groups: Sequence[Modules], fixed: Modules, budget: float) -> list[Modules]:
+    """The groups, ranked by their errors, that meet the budget in float32 beside the modules that are fixed there.
+
+    Where the passes end, an error that was not measured counts as above the budget, and groups are kept.
+    """
+
+    def meets(chosen: Sequence[Modules]) -> bool:
+        return passes.error([*fixed, *sum(chosen, ())]) <= budget
+
+    low, high = 0, len(groups)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if meets(groups[:middle]) else (middle, high)
+    kept = list(groups[:high])
+    if not meets(kept):
+        return list(groups)
+
+    def thin_out(candidates: Sequence[Modules], needed: bool) -> None:
         """Returns candidates to half; `needed` means that not all of them can return."""
-        if not candidates or passes.count >= most:
-            return
-        rest = [module for module in kept if module not in candidates]
-        if not needed and passes.error(rest) <= budget:
+        rest = [group for group in kept if group not in candidates]
+        if candidates and not needed and meets(rest):
             kept[:] = rest
         elif len(candidates) > 1:
             first, second = candidates[: len(candidates) // 2], candidates[len(candidates) // 2 :]
-            # The ranking puts sensitive modules first, so the second half can return more often.
-            thin_out(second, False)
-            thin_out(first, all(module not in kept for module in second))
+            thin_out(second, False)  # less sensitive, so it can return more often
+            thin_out(first, all(group not in kept for group in second))
 
     thin_out(tuple(kept), True)
-    for module in reversed(tuple(kept)):  # Another module may have become unnecessary since it was tried.
-        rest = [other for other in kept if other != module]
-        if (passes.knows(rest) or passes.count < most) and passes.error(rest) <= budget:
+    for group in reversed(tuple(kept)):  # Another group may have become unnecessary since it was tried.
+        if meets(rest := [other for other in kept if other != group]):
             kept = rest
-    return tuple(kept), all(passes.knows([other for other in kept if other != module]) for module in kept)
+    return kept
+
+
+def is_covered(module: str, kept: Iterable[str]) -> bool:
+    """Whether a module is one of those that are kept, or inside of one."""
+    return any(f"{module}/".startswith(f"{path}/") for path in kept)
 
 
 class _Passes:
     """Runs the gradient with some modules in float32, and counts the runs."""
 
     def __init__(
-        self,
-        loss: Loss,
-        policy: Any,
-        rules: Rules,
-        args: tuple[Any, ...],
-        metric: Metric,
-        loss_scale: float | None,
+        self, loss: Loss, policy: Any, rules: Rules, args: tuple[Any, ...], metric: Metric, loss_scale: float | None
     ):
         self.loss, self.policy, self.args, self.metric = loss, policy, args, metric
         self.count = 0
-        self._rules, self._errors = rules, dict[frozenset[str], float]()
+        self._rules = rules
+        self._errors, self._shares = dict[frozenset[str], float](), dict[frozenset[str], float]()
         self.paths: tuple[str, ...] = ()
         start = 1.0 if policy.compute_dtype == jnp.bfloat16 else _FIRST_SCALE
         self._scales = [loss_scale] if loss_scale is not None else _backing_off(start)
@@ -314,7 +330,6 @@ class _Passes:
         self._half = self._trial(())
         self.sites, self.unseen = self._half.sites, not_entered(self._half.sites, evaluated=True)
         self.paths = tuple(dict.fromkeys(site.path for site in self.sites if site.path))
-        self.half_share = self._half.half_share
 
     def rules(self, kept: Iterable[str]) -> Rules:
         """The rules that keep some modules in float32, or their matmuls out of float8."""
@@ -334,34 +349,31 @@ class _Passes:
         return f"/{escaped}" if any(path_matches(other, f"*/{escaped}") for other in others) else f"*/{escaped}"
 
     def error(self, kept: Sequence[str]) -> float:
-        """The error with some modules in float32.
-
-        Trials of a small program run under its rules. In a large one they share the program with all modules in half,
-        and leave these modules unrounded: operations between modules still round what the rules would not.
-        """
+        """The error under the rules that keep some modules in float32; inf if the passes have ended."""
         key = frozenset(kept)
         if key not in self._errors:
-            shared = not kept or len(self.paths) > _SMALL
-            self._errors[key] = self._error(self._half, kept) if shared else self.rerun(kept)
+            if self.ended:
+                return math.inf
+            trial = self._trial([*dict.fromkeys(kept)]) if key else self._half
+            self._errors[key], self._shares[key] = self._error(trial), trial.half_share
         return self._errors[key]
 
-    def knows(self, kept: Sequence[str]) -> bool:
-        """Whether the error with some modules in float32 was measured."""
-        return frozenset(kept) in self._errors
+    @property
+    def ended(self) -> bool:
+        """Whether as many passes were run as a search may take."""
+        return self.count >= _MOST_PASSES
 
-    def rerun(self, kept: Sequence[str]) -> float:
-        """The error under the rules that keep some modules in float32."""
-        trial = self._trial(kept)
-        self.half_share = trial.half_share
-        return self._error(trial)
+    def half_share(self, kept: Iterable[str]) -> float:
+        """The share of the FLOPs in half under the rules of a pass that was run."""
+        return self._shares[frozenset(kept)]
 
     def _trial(self, kept: Sequence[str]) -> Trial:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about operations left in float32, as intended here
             return Trial("search", self.loss.under(self.policy, self.rules(kept)).with_named_modules(), self.args)
 
-    def _error(self, trial: Trial, kept: Sequence[str] = ()) -> float:
-        error = float(self.metric(self._run(trial, kept), self._expected))
+    def _error(self, trial: Trial) -> float:
+        error = float(self.metric(self._run(trial), self._expected))
         return math.inf if math.isnan(error) else error
 
     def ranked(self) -> dict[str, float]:
@@ -382,11 +394,11 @@ class _Passes:
         """FLOPs by module, forward and backward."""
         return totals((site.path, site.flops) for site in self.sites if site.path)
 
-    def _run(self, trial: Trial, kept: Sequence[str] = ()) -> LossAndGradients:
+    def _run(self, trial: Trial) -> LossAndGradients:
         """Loss and gradients at the first loss scale with finite gradients."""
         self.count += 1
         for scale in self._scales:
-            value, grads = trial.run(scale, kept)
+            value, grads = trial.run(scale)
             if all(np.isfinite(x).all() for x in grads):
                 break
         self._scale = float(scale)

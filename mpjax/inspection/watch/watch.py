@@ -18,7 +18,7 @@ from mpjax._jaxpr.source import BACKWARD
 from mpjax._tables import table
 from mpjax.casting.autocast import traced_call
 from mpjax.inspection.gradient import Loss, argument_names
-from mpjax.inspection.layerwise.groups import grouped
+from mpjax.inspection.layerwise.lockstep import grouped
 from mpjax.inspection.numerics.activations import Counted, counted
 from mpjax.inspection.numerics.range_statistics import Limits, RangeNote, RangeProbe, floats, note
 from mpjax.inspection.reports import WIDTH, percent

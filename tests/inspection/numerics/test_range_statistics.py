@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.inspection.numerics import host_statistics, range_statistics
+from mpjax.inspection.numerics import range_statistics
 from mpjax.inspection.numerics.range_statistics import Limits, tally_of
 
 
@@ -17,7 +17,7 @@ def test_counts_are_those_of_a_cast_to_half(dtype):
     total = np.ones(100, np.float32)
     with np.errstate(over="ignore"):
         half = x.astype(jnp.dtype(dtype))
-    for note in (host_statistics.note, range_statistics.note):
+    for note in (range_statistics.note_on_host, range_statistics.note):
         found = note([x], [(x, total)], limits, (0,), True)
         tally = tally_of(found)
         assert tally.size == x.size
@@ -34,12 +34,12 @@ def test_counts_are_those_of_a_cast_to_half(dtype):
 def test_addends_that_are_too_small_for_half_are_counted():
     addend = np.array([1.0, 2.0**-11, 2.0**-11 * 1.01, 0.0, np.inf], np.float32)
     total = np.ones(5, np.float32)
-    for note in (host_statistics.note, range_statistics.note):
+    for note in (range_statistics.note_on_host, range_statistics.note):
         tally = tally_of(note([total], [(addend, total)], Limits.of(jnp.float16), None, False))
         assert (tally.addends, tally.absorbed) == (3, 1)
 
 
 def test_nothing_is_an_empty_tally():
-    for note in (host_statistics.note, range_statistics.note):
+    for note in (range_statistics.note_on_host, range_statistics.note):
         found = note([np.zeros((0, 3), np.float32)], [], Limits.of(jnp.float16))
         assert tally_of(found) == range_statistics.Tally()

@@ -103,17 +103,14 @@ def test_a_budget_that_nothing_meets_says_where_the_rest_is():
 class Passes:
     """Errors that depend on the modules in float32."""
 
-    def __init__(self, errors):
-        self.errors, self.seen, self.count = errors, {}, 2
+    def __init__(self, errors, most=1000):
+        self.errors, self.seen, self.most = errors, {}, most
 
     def error(self, kept):
-        if frozenset(kept) not in self.seen:
-            self.count += 1
-            self.seen[frozenset(kept)] = self.errors(set(kept))
-        return self.seen[frozenset(kept)]
-
-    def knows(self, kept):
-        return frozenset(kept) in self.seen
+        key = frozenset(kept)
+        if key not in self.seen and len(self.seen) >= self.most:
+            return float("inf")
+        return self.seen.setdefault(key, self.errors(set(kept)))
 
 
 @pytest.mark.parametrize("needed", list(itertools.combinations("abcdef", 2)))
@@ -157,11 +154,37 @@ def test_a_search_in_float8_gives_modules_back_to_bfloat16():
     assert "rules=mpjax.Rules(float8=mpjax.Float8(deny=[" in found.text()
 
 
-def test_a_search_that_stops_at_its_limit_says_so():
+def test_one_bad_layer_of_many_is_found_by_bisection():
+    names = [f"block_{i}/{part}" for i in range(12) for part in ("norm", "up", "down")]
+    passes = Passes(lambda kept: 0 if "block_7/up" in kept else 1)
+    assert _smallest(passes, names, 0.5) == (("block_7/up",), True)
+    assert len(passes.seen) <= 12
+
+
+def test_a_search_that_ends_early_keeps_what_was_measured():
     names = [f"m{i}" for i in range(64)]
-    passes = Passes(lambda kept: 0 if len(kept) >= 60 else 1)
-    passes.count = 110
-    assert _smallest(passes, names, 0.5)[1] is False
+    for most in range(1, 12):
+        passes = Passes(lambda kept: 0 if {"m3", "m50"} <= kept else 1, most)
+        kept, _ = _smallest(passes, names, 0.5)
+        assert passes.seen[frozenset(kept)] == 0
+
+
+def test_a_deep_model_keeps_no_more_than_it_needs_and_says_when_the_passes_end():
+    def loss_fn(params, x):
+        for i, w in enumerate(params):
+            with jax.named_scope(f"layer_{i}"):
+                y = x @ w
+                x = jnp.tanh((x + 1000) @ w - 1000 * jnp.sum(w, 0) if i == 17 else y)
+        return jnp.mean(x**2)
+
+    params = list(np.random.default_rng(0).normal(size=(24, 16, 16)).astype(np.float32) / 4)
+    report = mpjax.search(loss_fn, params, X.reshape(-1, 16), budget=0.02)
+    assert report.keep_float32 == ("layer_17",), report.text()
+    assert report.minimal
+    tight = mpjax.search(loss_fn, params, X.reshape(-1, 16), budget=0.0007)
+    assert tight.met
+    assert tight.passes <= 16
+    assert tight.minimal or "stopped at the limit of passes" in tight.text()
 
 
 def test_the_metric_decides():

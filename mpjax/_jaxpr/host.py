@@ -1,0 +1,149 @@
+"""Evaluates common primitives with NumPy on arrays in host memory: a new shape then needs no compilation.
+
+An inspection runs a program operation by operation, and compiling an operation takes far longer than running it once.
+Matmuls and convolutions stay with XLA, whose thread pool they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import scipy.special
+
+from mpjax._jaxpr import compat
+from mpjax.policy import HALF_DTYPES
+
+
+def in_host_memory(x: Any) -> bool:
+    """Whether NumPy can read an array in place: it lies in host memory, on one device."""
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        return isinstance(x, np.ndarray)
+    return [device.platform for device in x.devices()] == ["cpu"]
+
+
+def bind_on_host(eqn: Any, arrays: Sequence[Any], wide: bool) -> list[Any] | None:
+    """The results of an equation as NumPy arrays; None if it has no rule here, or reads arrays that are elsewhere.
+
+    Args:
+        eqn: The equation.
+        arrays: Its operands.
+        wide: Whether to compute in float32 in place of half. Otherwise half operands are computed in float32 and the
+            result is rounded, as XLA does.
+    """
+    name, params, outvars = eqn.primitive.name, eqn.params, eqn.outvars
+    rule = _RULES.get(name) or _OF_FLOATS.get(name)
+    if rule is None or any(value is not None for key, value in params.items() if "sharding" in key):
+        return None
+    given = [_numbers(x, v, wide) for x, v in zip(arrays, eqn.invars, strict=True)]
+    dtypes = [v.aval.dtype for v in outvars]
+    if any(x is None or not x.size for x in given) or not _DTYPES.issuperset(dtypes):
+        return None
+    # XLA rounds each partial result of these.
+    if not wide and name in ("reduce_sum", "integer_pow") and dtypes[0] in HALF_DTYPES:
+        return None
+    of_floats = name in _OF_FLOATS or (name == "convert_element_type" and dtypes[0].kind in "iu")
+    if of_floats and {np.dtype(np.float32)} != {x.dtype for x in given} | {_widened(dtype) for dtype in dtypes}:
+        return None
+    with np.errstate(all="ignore"):
+        found = rule(params, *given)
+        outs = found if eqn.primitive.multiple_results else [found]
+        return [np.asarray(x, _widened(dtype) if wide else dtype) for x, dtype in zip(outs, dtypes, strict=True)]
+
+
+_DTYPES = {np.dtype(dtype) for dtype in (np.float32, np.int32, np.uint32, np.int8, np.uint8, bool)} | HALF_DTYPES
+
+
+def _widened(dtype: Any) -> Any:
+    return np.dtype(np.float32) if dtype in HALF_DTYPES else dtype
+
+
+def _numbers(x: Any, v: Any, wide: bool) -> Any:
+    """An operand for NumPy, in float32 if it is half; None if NumPy can't read it."""
+    if not compat.is_shaped(v.aval) or v.aval.dtype not in _DTYPES:
+        return None
+    if isinstance(v, compat.Literal) and not isinstance(x, jax.Array):
+        x = np.asarray(x, v.aval.dtype)
+    return np.asarray(x, _widened(v.aval.dtype)) if in_host_memory(x) else None
+
+
+def _plain(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The rule of an elementwise operation, from a NumPy function."""
+    return lambda params, *arrays: fun(*arrays)
+
+
+def _reduction(fun: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda params, x: fun(x, axis=tuple(params["axes"]))
+
+
+def _broadcast(params: Any, x: Any, *_: Any) -> Any:
+    new = set(range(len(params["shape"]))) - set(params["broadcast_dimensions"])
+    return np.broadcast_to(np.expand_dims(x, tuple(new)), params["shape"])
+
+
+def _slice(params: Any, x: Any) -> Any:
+    strides = params["strides"] or (1,) * x.ndim
+    return x[tuple(map(slice, params["start_indices"], params["limit_indices"], strides))]
+
+
+def _select(params: Any, which: Any, *cases: Any) -> Any:
+    return np.where(which, *cases[::-1]) if which.dtype == bool else np.choose(which, cases)
+
+
+_RULES: dict[str, Callable[..., Any]] = {
+    "add": _plain(np.add),
+    "add_any": _plain(np.add),
+    "sub": _plain(np.subtract),
+    "mul": _plain(np.multiply),
+    "neg": _plain(np.negative),
+    "max": _plain(np.maximum),
+    "min": _plain(np.minimum),
+    "abs": _plain(np.abs),
+    "eq": _plain(np.equal),
+    "ne": _plain(np.not_equal),
+    "lt": _plain(np.less),
+    "le": _plain(np.less_equal),
+    "gt": _plain(np.greater),
+    "ge": _plain(np.greater_equal),
+    "and": _plain(np.bitwise_and),
+    "or": _plain(np.bitwise_or),
+    "is_finite": _plain(np.isfinite),
+    "clamp": _plain(lambda low, x, high: np.minimum(np.maximum(x, low), high)),
+    "select_n": _select,
+    "convert_element_type": _plain(lambda x: x),
+    "copy": _plain(lambda x: x),
+    "stop_gradient": _plain(lambda x: x),
+    "reduce_max": _reduction(np.max),
+    "reduce_min": _reduction(np.min),
+    "reduce_or": _reduction(np.any),
+    "reduce_and": _reduction(np.all),
+    "broadcast_in_dim": _broadcast,
+    "reshape": lambda params, x: x.reshape(params["new_sizes"]),
+    "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
+    "transpose": lambda params, x: x.transpose(params["permutation"]),
+    "rev": lambda params, x: np.flip(x, tuple(params["dimensions"])),
+    "concatenate": lambda params, *arrays: np.concatenate(arrays, params["dimension"]),
+    "split": lambda params, x: np.split(x, np.cumsum(params["sizes"])[:-1], params["axis"]),
+    "slice": _slice,
+}
+# These differ from XLA's on other dtypes.
+_OF_FLOATS: dict[str, Callable[..., Any]] = {
+    "reduce_sum": _reduction(np.sum),
+    "div": _plain(np.divide),
+    "integer_pow": lambda params, x: x ** params["y"],
+    "square": _plain(np.square),
+    "sqrt": _plain(np.sqrt),
+    "rsqrt": _plain(lambda x: 1 / np.sqrt(x)),
+    "exp": _plain(np.exp),
+    "exp2": _plain(np.exp2),
+    "expm1": _plain(np.expm1),
+    "log": _plain(np.log),
+    "log1p": _plain(np.log1p),
+    "sin": _plain(np.sin),
+    "cos": _plain(np.cos),
+    "tanh": _plain(np.tanh),
+    "logistic": _plain(scipy.special.expit),
+    "erf": _plain(scipy.special.erf),
+}
