@@ -37,7 +37,8 @@ from mpjax.policy import HALF_DTYPES, Policy, get_policy
 _MUCH = 0.05
 # Half's largest number over the largest gradient seen, because gradients may grow later in training.
 _HEADROOM = 4.0
-# Gradients of an outlier batch exceed the median of all batches, of which there are at least three, by this factor.
+# Gradients of an outlier batch exceed the median of all batches, of which there are at least three, by this factor. A
+# scale that fits such a batch gives up 8 of the 40 powers of two that float16 holds, and is reached by skipping 8 steps.
 _OUTLIER, _FEWEST = 256.0, 3
 _KEPT = 4  # batches that may be tried
 _MOST_SINGLES = 4  # modules that are tried one by one

@@ -40,8 +40,9 @@ def paired_interval(differences: Sequence[float]) -> Interval:
         Student's t    mean ± t(n−1) sd / √n
         Hall's         mean − sd g⁻¹(± t(n−1) / √n),  g⁻¹(y) = 3 (∛(1 + γ (y − γ / 6n)) − 1) / γ,  γ the skewness
 
-    Student's interval assumes symmetry: of the means of 5 to 10 exponential numbers it covers 87 % (with Hall's: 90 to
-    95 %), of lognormal ones 80 to 84 % (88 to 92 %). Of normal numbers both cover at least 95 %.
+    Student's interval assumes symmetry. Of 5, 10 and 20 exponential numbers it covers the mean in 88, 90 and 92 %, the
+    outer ends in 93, 94 and 96 %; of lognormal ones 82, 84 and 87 %, and 89, 91 and 93 %. Of normal numbers both cover at
+    least 95 %.
 
     Args:
         differences: One for each seed; with fewer than two the interval is infinite.
@@ -197,7 +198,11 @@ def compare(
 
 
 def _far_behind(differences: Mapping[int, float], noise: float, sign: int) -> tuple[int, ...]:
-    """The seeds whose difference is far worse than those of the other seeds."""
+    """The seeds whose difference is far worse than those of the other seeds.
+
+    Both factors are chosen so that a difference that is only noise is rarely called a failure: if half precision changes
+    a run as much as another seed does, in 2 % of comparisons of 3 seeds and 1 % of 5 (normal differences).
+    """
     if len(differences) < FEWEST_SEEDS:
         return ()
     values = sign * np.asarray(list(differences.values()))
