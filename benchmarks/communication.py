@@ -185,7 +185,7 @@ def overlaps(half: str, targets: Any, layout: str = "FSDP") -> dict[str, list[li
 
 def schedule(text: str) -> list[list[Any]]:
     """The collectives of a scheduled program in order, each with the number of kernels from start to end."""
-    from mpjax.inspection.profile.hlo_text import HloModule
+    from mpjax.inspection.profile.hlo import HloModule
 
     program = HloModule(text)
     lines = list(program.computations[program.entry].values())

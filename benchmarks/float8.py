@@ -27,7 +27,7 @@ from benchmarks.training.target import NO_PLUGIN, TARGETS
 from benchmarks.training.traffic import HALF, bytes_of, kernels
 from mpjax.inspection.audit.communication import collectives
 from mpjax.inspection.profile import hlo
-from mpjax.inspection.profile.hlo_text import HloModule
+from mpjax.inspection.profile.hlo import HloModule
 from perf.memory import program_bytes
 from perf.results import previous, save
 

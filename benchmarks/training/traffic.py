@@ -21,7 +21,7 @@ import numpy as np
 
 from mpjax.inspection.devices import Device
 from mpjax.inspection.profile import hlo
-from mpjax.inspection.profile.hlo_text import HloModule, Line
+from mpjax.inspection.profile.hlo import HloModule, Line
 
 _NO_KERNEL = frozenset("parameter constant bitcast tuple get-tuple-element after-all opt-barrier".split())
 _SLICES = frozenset("slice dynamic-slice gather".split())

@@ -18,7 +18,7 @@ from benchmarks.training.tables import dry_run_table, hand_written
 from benchmarks.training.target import TARGETS
 from benchmarks.training.worker import measure
 from mpjax.inspection.devices import DEVICES
-from mpjax.inspection.profile.hlo_text import HloModule
+from mpjax.inspection.profile.hlo import HloModule
 from perf.environment import versions
 from testing import cheap_keys
 from testing.gpu_program import GPU_PROGRAM

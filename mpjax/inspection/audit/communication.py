@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from mpjax.casting.autocast import functional
-from mpjax.inspection.profile.hlo import module_path
-from mpjax.inspection.profile.hlo_text import HloModule, Line, sizes
+from mpjax.inspection.profile.hlo import HloModule, Line, module_path, sizes
 from mpjax.inspection.reports import Section, added_up, amount
 
 OPS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")

@@ -202,7 +202,7 @@ def diagnosis_of(found: Symptoms) -> str:
     if found.kind == "inf" and found.half_here and not _divides_by_zero(cause):
         text = f"overflow of {found.half} here {shown}"
         if found.backward:
-            text += "; in the backward pass: if the loss is scaled, a smaller loss scale keeps it in range"
+            text += "; in the backward pass: if the loss is scaled, a smaller loss scale may keep it in range"
         return text
     lost = _lost(found, cause)
     return f"{cause or 'NaN'} in {found.half} alone {shown}{lost}: keep this part in float32"

@@ -38,7 +38,7 @@ _MUCH = 0.05
 # Half's largest number over the largest gradient seen, because gradients may grow later in training.
 _HEADROOM = 4.0
 # Gradients of an outlier batch exceed the median of all batches, of which there are at least three, by this factor. A
-# scale that fits such a batch gives up 8 of the 40 powers of two that float16 holds, and is reached by skipping 8 steps.
+# scale that fits it gives up 8 of float16's 40 powers of two, and dynamic scaling skips 8 steps to get there.
 _OUTLIER, _FEWEST = 256.0, 3
 _KEPT = 4  # batches that may be tried
 _MOST_SINGLES = 4  # modules that are tried one by one
@@ -314,7 +314,8 @@ class _Measuring:
             if phase == BACKWARD and tally.max / self.scale > largest:
                 losing[path] = None
         for row, tally in self.tallies.items():  # inside of modules
-            if row.table == "by_op" and row.phase == FORWARD and tally.overflowed and self._may_be_half(row):
+            overflows = tally.overflowed if row.phase == FORWARD else tally.max / self.scale > largest
+            if row.table == "by_op" and overflows and self._may_be_half(row):
                 losing[row.name] = None
         while (init := self._scales(losing)[1]) is not None:
             flushed = [

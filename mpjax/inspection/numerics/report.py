@@ -225,13 +225,20 @@ class NumericsReport(Report):
         if self.outliers:
             numbers = ", ".join(map(str, self.outliers))
             yield (
-                f"outliers: the gradients of batch {numbers} are far larger than those of the others; dynamic loss "
-                "scaling skips such a step, and no scale fits both"
+                f"outliers: the gradients of batch {numbers} are far larger than those of the others; the scale leaves "
+                "them out, because dynamic loss scaling skips a step that overflows"
             )
-        if not (self.keep_float32 or self.losing or self.losing_lines):
-            clear = "no module needs to be kept in float32 for its range"
-            unseen = f"found nothing that must stay in float32, but {len(self.unseen)} operations were not inspected"
-            yield unseen if self.unseen else clear
+        if self.keep_float32 or self.losing or self.losing_lines or self.init_scale is None:
+            return
+        if self.trials and not math.isfinite(self.trials[-1].error):
+            yield (
+                f"the gradients are not finite in {self.dtype}, which no range here explains: mpjax.find_nonfinite of "
+                "the gradient under autocast shows where"
+            )
+        elif self.unseen:
+            yield f"found nothing that must stay in float32, but {len(self.unseen)} operations were not inspected"
+        else:
+            yield "no module needs to be kept in float32 for its range"
 
     def _trials(self) -> Section:
         rows = [(row.what, _scale(row.loss_scale), percent(row.error), f"{row.half_share:.1%}") for row in self.trials]
@@ -241,7 +248,9 @@ class NumericsReport(Report):
 
     def _scale_advice(self) -> list[str]:
         if self.largest_safe_scale is None or self.init_scale is None:
-            return ["Gradients are all zero, or not finite in float32 either: mpjax.find_nonfinite shows where."]
+            bad = any(row.nonfinite for row in self.parameters)
+            shows = "are not finite in float32 either: mpjax.find_nonfinite shows where" if bad else "are all zero"
+            return [f"The gradients {shows}."]
         if self.init_scale == 1 and self.dtype == "bfloat16":
             why = "(float32's range: none is needed)"
         elif self.init_scale == self.largest_safe_scale / 4:
@@ -252,7 +261,9 @@ class NumericsReport(Report):
         shares = ", ".join(f"{self.flushed_at(s):.2%} at scale {_scale(s)}" for s in scales)
         rest = " of all the others" if self.keep_float32 or self.outliers else ""
         word = "recommended" if self.trials or self.dtype == "bfloat16" else "not tried"
-        if len(self.trials) > 1 and self.trials[1].error > 1.05 * self.trials[0].error:
+        if self.trials and not math.isfinite(self.trials[-1].error):
+            word = "of no use alone"
+        elif len(self.trials) > 1 and self.trials[1].error > 1.05 * self.trials[0].error:
             word = f"no better than {_scale(self.loss_scale)}"
         return [
             f"largest safe loss scale{rest}: {_scale(self.largest_safe_scale)}; {word}: "

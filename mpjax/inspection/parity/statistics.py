@@ -41,8 +41,8 @@ def paired_interval(differences: Sequence[float]) -> Interval:
         Hall's         mean − sd g⁻¹(± t(n−1) / √n),  g⁻¹(y) = 3 (∛(1 + γ (y − γ / 6n)) − 1) / γ,  γ the skewness
 
     Student's interval assumes symmetry. Of 5, 10 and 20 exponential numbers it covers the mean in 88, 90 and 92 %, the
-    outer ends in 93, 94 and 96 %; of lognormal ones 82, 84 and 87 %, and 89, 91 and 93 %. Of normal numbers both cover at
-    least 95 %.
+    outer ends in 93, 94 and 96 %; of lognormal ones 82, 84 and 87 %, and 89, 91 and 93 %. Of normal numbers both cover
+    at least 95 %.
 
     Args:
         differences: One for each seed; with fewer than two the interval is infinite.
@@ -200,8 +200,8 @@ def compare(
 def _far_behind(differences: Mapping[int, float], noise: float, sign: int) -> tuple[int, ...]:
     """The seeds whose difference is far worse than those of the other seeds.
 
-    Both factors are chosen so that a difference that is only noise is rarely called a failure: if half precision changes
-    a run as much as another seed does, in 2 % of comparisons of 3 seeds and 1 % of 5 (normal differences).
+    Both factors are chosen so that a difference that is only noise is rarely called a failure: if half precision
+    changes a run as much as another seed does, in 2 % of comparisons of 3 seeds and 1 % of 5 (normal differences).
     """
     if len(differences) < FEWEST_SEEDS:
         return ()

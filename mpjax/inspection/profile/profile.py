@@ -17,9 +17,8 @@ from mpjax.inspection.audit.matmuls import DIMENSION, Finding, Matmul, findings_
 from mpjax.inspection.devices import device_of
 from mpjax.inspection.profile import hlo, kernels, profiler_trace
 from mpjax.inspection.profile.advice import advise
-from mpjax.inspection.profile.hlo_text import HloModule
+from mpjax.inspection.profile.hlo import HloModule
 from mpjax.inspection.profile.kernels import Kernel
-from mpjax.inspection.profile.report import Memory
 from mpjax.inspection.profile.report import ProfileReport as ProfileReport
 from mpjax.inspection.profile.stepping import Recompilation, Stepper
 from mpjax.inspection.reports import reason, totals
@@ -71,8 +70,8 @@ def profile(
         kwargs: Keyword arguments of the step.
 
     Returns:
-        A `ProfileReport`: `limit` and `advice`, `step_seconds`, the shares, `kernels`, `tensor_core_share`, `mfu`,
-        `memory`.
+        A `ProfileReport`: `limit` and `advice`, `step_seconds`, the shares, `kernels`, `tensor_core_share`,
+        `mfu`.
 
     Raises:
         ValueError: `steps` is not positive, `trace` or `device` is invalid, the batches ended early, or a
@@ -138,7 +137,6 @@ def profile(
         report,
         flops=sum(row.flops for row in matmuls if row.phase != RECOMPUTED) if matmuls else None,
         peak_flops=_peak(device or runs_on.device_kind, matmuls),
-        memory=_memory_of(stepper.executable),
     )
 
 
@@ -283,13 +281,3 @@ def _notes(recording: Recording, gpu: bool) -> Iterable[str]:
         yield "no GPU: kernels are those of the CPU, which has no Tensor Cores, and whose kernel times are not reliable"
     elif recording.events and not gpu:
         yield "not an NVIDIA GPU: mpjax can't tell from its kernels' names whether they use matrix cores"
-
-
-def _memory_of(executable: Any) -> Memory | None:
-    """The memory of a compiled step; None if the backend has no statistics."""
-    try:
-        stats = getattr(executable, "compiled", executable).memory_analysis()
-        results = max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0)
-        return Memory(stats.argument_size_in_bytes, results, stats.temp_size_in_bytes)
-    except Exception:  # backends raise different errors, or return None
-        return None

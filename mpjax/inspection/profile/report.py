@@ -1,4 +1,4 @@
-"""The report of `profile`: the step's limit, shares of its time, kernels, modules, memory; as text, JSON and HTML."""
+"""The report of `profile`: the step's limit, shares of its time, kernels, modules; as text, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -12,24 +12,6 @@ from mpjax.inspection.reports import Report, Section, added_up, amount, duration
 
 _LEAST_WORK = 0.25
 _FIRST = 3  # Pieces of advice at the top of the report.
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """The memory of a step on one device, in bytes, as XLA allocates it. Donated arrays count once.
-
-    Args:
-        arguments, results, temporaries: The parts. Results exclude those that reuse donated arguments.
-    """
-
-    arguments: int
-    results: int
-    temporaries: int
-
-    @property
-    def peak(self) -> int:
-        """The total."""
-        return self.arguments + self.results + self.temporaries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +34,6 @@ class ProfileReport(Report):
         flops: FLOPs of the step's matmuls and convolutions on each device, without recomputation in the backward pass.
             None if unknown.
         peak_flops: The device's peak FLOP/s in the dtype of most of the FLOPs; None if unknown.
-        memory: Memory of the step on one device; None if unknown.
         recompilation: Compilations during the measurement; None if there were none.
     """
 
@@ -69,7 +50,6 @@ class ProfileReport(Report):
     compiled_seconds: float | None = None
     flops: int | None = None
     peak_flops: float | None = None
-    memory: Memory | None = None
     recompilation: Recompilation | None = None
 
     title = "profile"
@@ -213,10 +193,6 @@ class ProfileReport(Report):
             text.append(f"{amount(self.flops, 'FLOP')} a step, {amount(self.flops_per_second, 'FLOP/s')}{used}")
         if self.tensor_core_share is not None:
             text.append(f"Tensor Cores: {self.tensor_core_share:.1%} of the kernels' time")
-        if self.memory:
-            names = ("arguments", "results", "temporaries")
-            held = ", ".join(f"{amount(getattr(self.memory, name), 'B')} {name}" for name in names)
-            text.append(f"peak memory {amount(self.memory.peak, 'B')} ({held})")
         return Section("Time of a step", "\n".join([*text, *self.notes]), "|>time|>share", rows)
 
     def _by_module(self) -> Section:

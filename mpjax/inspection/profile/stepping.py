@@ -155,7 +155,7 @@ class Stepper:
         self._batches = None if batches is None else _Batches(batches)
         self.last_batch = self._next()
         _check_call(step, (*args, *self.last_batch), self._kwargs)
-        self.executable, self.text, self.compile_seconds, self.why_not = None, "", 0.0, ""
+        self.text, self.compile_seconds, self.why_not = "", 0.0, ""
         given = (*args, *self.last_batch)
         donates = self._compile(step if self.jitted else jax.jit(step), given)
         self.compiled: list[bool] = []
@@ -181,14 +181,14 @@ class Stepper:
         start = time.perf_counter()
         try:
             self._lowered = whole.lower(*args, **self._kwargs)
-            self.executable = self._lowered.compile()
+            executable = self._lowered.compile()
         except Exception as error:
             if self.jitted:
                 raise
             self.why_not = reason(error)  # It needs values, or calls libraries other than JAX.
             return False
         self.compile_seconds = time.perf_counter() - start
-        self.text = _hlo(self.executable)
+        self.text = _hlo(executable)
         return _donates(self._lowered)
 
     def under_jit(self) -> Stepper:
@@ -259,7 +259,7 @@ class Stepper:
     def notes(self) -> Iterator[str]:
         """Notes on how the step was run that the user may not expect."""
         if self.why_not:
-            yield f"the step can't be compiled as a whole ({self.why_not}): its FLOPs, memory and modules are not known"
+            yield f"the step can't be compiled as a whole ({self.why_not}): its FLOPs and modules are not known"
         if self.changed and not any(self.compiled):
             yield (
                 f"compiled for several shapes ({differences(self.changed)}): times are means over them, and kernels "

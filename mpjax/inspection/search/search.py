@@ -130,7 +130,7 @@ class SearchReport(Report):
             f"error {before} in {self._low}, {after} with these in {self.kept_dtype} (budget {budget}); "
             f"{self.half_share:.1%} of the FLOPs stay in half",
             f"mpjax.autocast(fun, {self.policy!r}, rules=mpjax.Rules({denied}))",
-            f"{self.passes} passes over {len(self.modules)} modules: "
+            f"{self.passes} passes over {len(self.modules)} module{'s' if len(self.modules) > 1 else ''}: "
             + (f"with any one of these in {self._low}, the error is above the budget" if self.minimal else _STOPPED),
         ]
 

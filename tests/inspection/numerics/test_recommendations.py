@@ -134,3 +134,24 @@ def test_modules_that_an_override_keeps_do_not_count_as_flushed():
     )
     assert mpjax.numerics(run, params, x, verify=False).flushed_at(1.0) == 0
     assert mpjax.numerics(lambda p, x: model.apply(p, x), params, x, verify=False).flushed_at(1.0) > 0
+
+
+def test_an_overflow_in_a_custom_derivative_rule_is_not_clear():
+    @jax.custom_vjp
+    def twice(y):
+        return 2 * y
+
+    twice.defvjp(lambda y: (2 * y, y), lambda y, ct: (2 * ct + (300 * y) * (300 * y) * 0,))
+
+    def loss(w, x):
+        with jax.named_scope("ruled"):
+            y = twice(x @ w)
+        with jax.named_scope("head"):
+            return jnp.mean((y @ w) ** 2)
+
+    rng = np.random.default_rng(0)
+    w, x = (rng.normal(size=(8, 8)).astype(np.float32) for _ in range(2))
+    report = mpjax.numerics(loss, w, x)
+    assert report.keep_float32 == ("ruled",), str(report)
+    assert np.isfinite(report.trials[-1].error)
+    assert "no module needs" not in str(report)
