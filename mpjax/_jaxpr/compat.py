@@ -109,6 +109,11 @@ def shards_layout_constraints() -> bool:
     return jax.__version_info__ >= (0, 12) or jax.device_count() == 1
 
 
+def is_exported(ctx: Any) -> bool:
+    """Whether a program is lowered for `jax.export`, whose stable custom calls don't include layout constraints."""
+    return bool(ctx.module_context.lowering_parameters.for_export)
+
+
 def scan_split(params: dict[str, Any]) -> tuple[int, int]:
     """The numbers of loop-invariant and of carried operands of a scan."""
     if "num_consts" in params:

@@ -39,6 +39,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -62,11 +63,13 @@ class Operand(NamedTuple):
         x: The array as it is stored: a parameter in float32, or an activation in half.
         q: Its float8 copy.
         scale: The scale of that copy, float32.
+        stored: Whether the backward pass has the copy anyway, because it is an input of a remat.
     """
 
     x: Any
     q: Any
     scale: Any
+    stored: bool = False
 
 
 def quantised(x: Any, dtype: np.dtype, axes: tuple[str, ...] = ()) -> Operand:
@@ -110,11 +113,12 @@ def matmul(
         backward: Whether the matmul is part of a backward pass, which accumulates all bits.
     """
     dims = {"dimension_numbers": params["dimension_numbers"], "out_sharding": params.get("out_sharding")}
-    (a, qa, sa), (b, qb, sb) = operands
+    (a, qa, sa, _), (b, qb, sb, _) = operands
     qa, qb = (compat.vary_like(q, [p])[0] for p, q in ((qa, qb), (qb, qa)))
     out = _scaled_dot(qa, qb, sa * sb, half, dims, _PRECISE if backward else _FAST)
     flat = compat.vary_like(out, [a, qa, sa, b, qb, sb])
-    options = {"cotangents": cotangents, "half_gradients": half_gradients, "axes": axes}
+    stored = tuple(operand.stored for operand in operands)
+    options = {"cotangents": cotangents, "half_gradients": half_gradients, "axes": axes, "stored": stored}
     return result.bind(out, *flat, half=half, parameters=tuple(parameters), **options, **dims)
 
 
@@ -145,6 +149,25 @@ def _scale_batch(args: Sequence[Any], dims: Sequence[Any], *, dtype: np.dtype) -
 def _quantise_impl(x: Any, scale: Any, *, dtype: np.dtype) -> Any:
     limit = np.float32(compat.finfo(dtype).max)
     return jnp.clip(x.astype(np.float32) / scale, -limit, limit).astype(dtype)
+
+
+def _quantise_in_rows(x: Any, scale: Any, *, dtype: np.dtype) -> Any:
+    """The copy of a parameter, in the layout of the parameter.
+
+    Float8 matmuls of NVIDIA GPUs contract the last dimension of both operands, so the forward and the backward pass
+    read transposes of each other. XLA would write one of them, and the other from it in a second kernel. With this
+    layout, one kernel writes both.
+    """
+    q = _quantise_impl(x, scale, dtype=dtype)
+    return with_layout_constraint(q, Layout(tuple(range(q.ndim))))
+
+
+def _quantise_for_cuda(ctx: Any, x: Any, scale: Any, *, dtype: np.dtype) -> Any:
+    aval = ctx.avals_in[0]
+    is_parameter = aval.dtype == np.float32 and aval.ndim > 1
+    in_rows = is_parameter and compat.shards_layout_constraints() and not compat.is_exported(ctx)
+    fun = _quantise_in_rows if in_rows else _quantise_impl
+    return mlir.lower_fun(fun, multiple_results=False)(ctx, x, scale, dtype=dtype)
 
 
 def _quantise_abstract_eval(x: Any, scale: Any, *, dtype: np.dtype) -> Any:
@@ -186,14 +209,15 @@ def _no_derivative(primitive: Any) -> None:
 
 # The derivative. The operands of `float8_tangent` have names: "d0" and "d1" are the tangents of the two operands, and
 # "x", "q" and "s" are what it knows of the other operand. The backward pass quantises a parameter itself, so its "q" is
-# not stored. A gradient in half reads "x" only.
+# stored only if it is an input of a remat. A gradient in half reads "x" only.
 
 
 def _names(which: Sequence[int], params: dict[str, Any]) -> tuple[str, ...]:
     names: list[str] = []
     for i in which:
         j = 1 - i
-        known = ("x",) if _in_half(i, params) else ("x", "s") if params["parameters"][j] else ("x", "q", "s")
+        again = params["parameters"][j] and not params["stored"][j]
+        known = ("x",) if _in_half(i, params) else ("x", "s") if again else ("x", "q", "s")
         names += (f"d{i}", *(f"{name}{j}" for name in known))
     return tuple(names)
 
@@ -250,7 +274,7 @@ def _tangent_impl(*operands: Any, names: tuple[str, ...], **params: Any) -> Any:
         if _in_half(i, params):
             parts.append(weight_gradients.tangent.bind(*((d, x), (x, d))[i], **_of_half(params)))
             continue
-        _, q, s = quantised(d, E4M3, params["axes"])
+        _, q, s, _ = quantised(d, E4M3, params["axes"])
         other, scale = _known(named, 1 - i), named[f"s{1 - i}"]
         pair = ((q, other), (other, q))[i]
         parts.append(_scaled_dot(*pair, s * scale, half, _dims(params), _PRECISE))
@@ -410,6 +434,7 @@ _no_derivative(scale_of)
 quantise.def_impl(jax.jit(_quantise_impl, static_argnames="dtype"))
 quantise.def_abstract_eval(_quantise_abstract_eval)
 mlir.register_lowering(quantise, mlir.lower_fun(_quantise_impl, multiple_results=False))
+mlir.register_lowering(quantise, _quantise_for_cuda, platform="cuda")
 batching.primitive_batchers[quantise] = functools.partial(_batch_with_scale, quantise)
 _no_derivative(quantise)
 

@@ -58,6 +58,10 @@ class MixedValue:
             self._float8[key] = float8.quantised(self[storage], dtype, axes)
         return self._float8[key]
 
+    def share(self, storage: Storage, operand: float8.Operand) -> None:
+        """Sets the quantised copy of the array of a storage dtype."""
+        self._float8[storage, operand.q.dtype] = operand
+
     def add(self, storage: Storage, array: Any) -> None:
         """Sets the array of a storage dtype."""
         self._arrays[storage] = array

@@ -5,6 +5,7 @@ import dataclasses
 import types
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -335,3 +336,47 @@ def test_the_backward_pass_keeps_float8_activations():
     # Four of six matmuls read a float8 activation; the parameters are kept anyway, in float32.
     assert kept[1]["float8_e4m3fn"] >= 4 * X.size
     assert kept[1]["bfloat16"] < kept[0]["bfloat16"]
+
+
+def test_a_checkpoint_quantises_its_parameters_once():
+    def blocks(params, x):
+        for w in params:
+            x = jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(w, x)
+        return jnp.mean(jnp.sin(x) ** 2)
+
+    params = params_of(4)
+    text = str(jax.make_jaxpr(jax.grad(float8(blocks)))(params, X))
+    # The two middle layers are in float8. The backward pass computes their activations again, but not these copies.
+    assert text.count(f"f8_e4m3fn[{WIDTH},{WIDTH}] = float8_quantise") == 2
+    found = jax.jit(jax.grad(float8(blocks)))(params, X)
+    assert 1e-4 < error(found, jax.grad(blocks)(params, X)) < 0.15
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_nested_checkpoints_share_the_copy_of_a_parameter(loop):
+    def twice(w, x):
+        return jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(w, jnp.tanh(x @ w))
+
+    def nested(params, x):
+        if loop:
+            x, _ = jax.lax.scan(lambda x, w: (jax.checkpoint(twice)(w, x), None), x, jnp.stack(params))
+        for w in () if loop else params:
+            x = jax.checkpoint(twice)(w, x)
+        return jnp.mean(jnp.sin(x) ** 2)
+
+    params = params_of(3)
+    for transform in (jax.grad, lambda f: jax.grad(jax.checkpoint(f))):
+        found = jax.jit(transform(float8(nested)))(params, X)
+        assert 1e-4 < error(found, jax.grad(nested)(params, X)) < 0.15
+    text = str(jax.make_jaxpr(jax.grad(float8(nested)))(params, X))
+    assert text.count(f"f8_e4m3fn[{WIDTH},{WIDTH}] = float8_quantise") == (1 if loop else 3)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA gathered arrays with a layout constraint")
+def test_a_layout_keeps_the_copy_of_a_parameter_in_rows_for_cuda():
+    step = jax.jit(jax.grad(float8(mlp)))
+    traced = step.trace(params_of(4), X)
+    for platform, count in (("cuda", 2), ("cpu", 0)):
+        assert traced.lower(lowering_platforms=(platform,)).as_text().count("LayoutConstraint") == count
+    exported = jax.export.export(step, platforms=("cuda",))(params_of(4), X)  # It has no stable form there.
+    assert "LayoutConstraint" not in exported.mlir_module()

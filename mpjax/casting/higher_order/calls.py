@@ -16,6 +16,7 @@ import jax
 from jax import lax
 
 from mpjax._jaxpr import compat, evaluator
+from mpjax._jaxpr.float8 import E4M3
 from mpjax.casting.classify import Listing, Setting, tracked
 from mpjax.casting.higher_order.sub_jaxpr import (
     HigherOrder,
@@ -57,6 +58,7 @@ def _one_sub_jaxpr(
     uses_of_operands: Callable[..., Sequence[Use]] = uses_of_call,
     inside: Callable[[dict[str, Any]], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     regions_inside: bool = True,
+    shares_float8: bool = False,
 ) -> HigherOrder:
     """The rules of a primitive with one sub-jaxpr that runs once.
 
@@ -66,6 +68,7 @@ def _one_sub_jaxpr(
         uses_of_operands: Backward analysis.
         inside: `inside(params)`, the context for planning the sub-jaxpr.
         regions_inside: As in `HigherOrder`.
+        shares_float8: Whether the float8 copies of parameters are made outside and passed.
     """
 
     def infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
@@ -78,12 +81,18 @@ def _one_sub_jaxpr(
             return as_traced(inference, eqn, listing, inner.outs, inner)
         reads = enumerate(zip(eqn.invars, inner.in_reads, strict=True))
         passed = [storages(eqn, i, inference.value(v), mask) for i, (v, mask) in reads]
-        return enter(eqn, listing, inner.outs, Inner((inner,), convention_of(inference, eqn, passed)))
+        copies = _float8_parameters(inner) if shares_float8 else ()
+        return enter(eqn, listing, inner.outs, Inner((inner,), convention_of(inference, eqn, passed), copies))
 
     def reissue(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
         call: Inner = step.inner
-        body = function_of(call.plans[0], call.convention, compat.call_jaxpr(step.eqn.params))
-        outs = issue(step.eqn, call, body, flatten_operands(call.convention, operands))
+        body = function_of(call.plans[0], call.convention, compat.call_jaxpr(step.eqn.params), float8=call.float8)
+        arrays = flatten_operands(call.convention, operands)
+        if plan.setting.float8 is not None:
+            axes = plan.setting.float8.options.axes
+            copies = [operands[i].quantised(FULL, E4M3, axes) for i in call.float8]
+            arrays += [x for copy in copies for x in (copy.q, copy.scale)]
+        outs = issue(step.eqn, call, body, arrays)
         return values_of(outs, call.plans[0].outs, plan.setting.half)
 
     return HigherOrder(uses_of_operands, infer, reissue, regions_inside)
@@ -132,6 +141,17 @@ def _call(wrap: Callable[[Callable[..., Any], dict[str, Any]], Callable[..., Any
 # remat.
 
 
+def _float8_parameters(plan: Plan) -> tuple[int, ...]:
+    """The inputs of a plan that its matmuls read in float8 as parameters. A remat would quantise them twice."""
+    read = set()
+    for step in plan.eqns:
+        if isinstance(step, Step) and step.float8 is not None and step.float8.dtypes:
+            read |= {step.eqn.invars[i] for i in step.parameters}
+        elif isinstance(step, Step) and isinstance(step.inner, Inner):
+            read |= {step.eqn.invars[i] for i in step.inner.float8}
+    return tuple(i for i, v in enumerate(plan.invars) if v in read)
+
+
 def _storages_of_remat(eqn: Any, i: int, value: Inferred | None, mask: int) -> Sequence[Storage]:
     # Inputs are stored until the backward pass. A parameter is stored anyway, so its cast stays inside. An activation
     # that is only read in half is cast before, so that half is stored.
@@ -142,7 +162,9 @@ def _storages_of_remat(eqn: Any, i: int, value: Inferred | None, mask: int) -> S
 
 def _issue_remat(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) -> Sequence[Any]:
     params, of_operands = eqn.params, compat.barriers(eqn.params, len(eqn.invars))
-    barriers = tuple(of_operands[i] for i, _ in call.convention)
+    barriers = tuple(
+        of_operands[i] for i in (*(i for i, _ in call.convention), *(i for i in call.float8 for _ in "qs"))
+    )
     if params["differentiated"]:
         # This is already the backward pass of a remat. Only the barrier remains, which keeps the compiler from
         # sharing the recomputed values with the forward pass.
@@ -224,7 +246,7 @@ CALLS = {
     "eval_jaxpr": _INLINED,  # the name of `closed_call` since JAX 0.12
     "xla_metadata_call": _call(compat.with_metadata),
     "composite": _call(compat.as_composite),
-    "remat2": _one_sub_jaxpr(_issue_remat, _storages_of_remat, _uses, regions_inside=False),
+    "remat2": _one_sub_jaxpr(_issue_remat, _storages_of_remat, _uses, regions_inside=False, shares_float8=True),
     "shard_map": _one_sub_jaxpr(_issue_shard_map, _storages_of_shards, _uses_on_devices, compat.on_its_devices),
     "custom_vmap_call": _one_sub_jaxpr(_issue_custom_vmap, _storages_as_traced),
 }

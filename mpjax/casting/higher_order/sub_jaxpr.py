@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpjax._jaxpr.float8 import Operand
 from mpjax.casting.classify import Listing, Setting, tracked
 from mpjax.casting.infer import Inference, plan_jaxpr
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Storage
@@ -40,10 +41,17 @@ class HigherOrder(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Inner:
-    """The plans of sub-jaxprs that take the same operands, and the storage dtypes of these."""
+    """The plans of sub-jaxprs that take the same operands, and the storage dtypes of these.
+
+    Args:
+        plans: The plans.
+        convention: The arrays that go in.
+        float8: The operands whose float8 copies go in after these arrays, each as a copy and its scale.
+    """
 
     plans: tuple[Plan, ...]
     convention: Convention
+    float8: tuple[int, ...] = ()
 
 
 # Inference.
@@ -116,7 +124,12 @@ def unflatten_operands(
 
 
 def function_of(
-    planned: Plan, convention: Convention, jaxpr: Any, outs: Sequence[Inferred | None] | None = None, first: int = 0
+    planned: Plan,
+    convention: Convention,
+    jaxpr: Any,
+    outs: Sequence[Inferred | None] | None = None,
+    first: int = 0,
+    float8: Sequence[int] = (),
 ) -> Callable[..., tuple[Any, ...]]:
     """A sub-jaxpr as a function of the arrays that are passed to it.
 
@@ -126,11 +139,15 @@ def function_of(
         jaxpr: The sub-jaxpr.
         outs: The inferred dtypes of its results; by default those of the plan.
         first: The index of the first operand that it takes.
+        float8: The inputs whose float8 copies and scales follow the operands.
     """
     returned = planned.outs if outs is None else outs
 
     def body(*arrays: Any) -> tuple[Any, ...]:
+        arrays, copies = arrays[: len(convention)], arrays[len(convention) :]
         values = unflatten_operands(convention, arrays, first, len(planned.invars), planned.setting.half)
+        for i, q, scale in zip(float8, copies[::2], copies[1::2], strict=True):
+            values[i].share(FULL, Operand(values[i][FULL], q, scale, stored=True))
         return tuple(arrays_of(run_closed(planned, jaxpr, values), returned))
 
     return body
