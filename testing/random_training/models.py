@@ -149,7 +149,7 @@ def _block(lines: Sequence[str], depth: int) -> str:
 
 def _linen(index: Index) -> str:
     _, calls = _layers(index, _LINEN)
-    body = _block(["h, aux = nn.Dense(3)(x), ids.sum()", *calls, "return h, aux"], 2)
+    body = _block(["h, aux = nn.Dense(3)(x), ids.sum() * 99.7", *calls, "return h, aux"], 2)
     return f"""{_CELL if "nn.scan(Cell" in body else ""}class Net(nn.Module):
     @nn.compact
     def __call__(self, x, ids):
@@ -168,7 +168,7 @@ def _nnx(index: Index) -> str:
         self.out = nnx.Linear(3, 3, rngs=rngs)
 {_block(made, 2)}
     def __call__(self, x, ids):
-{_block(["h, aux = self.out(x), ids.sum()", *calls, "return h, aux"], 2)}
+{_block(["h, aux = self.out(x), ids.sum() * 99.7", *calls, "return h, aux"], 2)}
 GRAPH, PARAMS, STATS = split(with_policy(abstract(lambda: Net(nnx.Rngs(KEY)))))
 def model_loss(p, x, stats, ids):
     h, aux = p(x, ids)
@@ -185,7 +185,7 @@ def _equinox(index: Index) -> str:
         self.out = eqx.nn.Linear(3, 3, key=key)
 {_block(made, 2)}
     def __call__(self, x, ids):
-{_block(["h, aux = jax.vmap(self.out)(x), ids.sum()", *calls, "return h, aux"], 2)}
+{_block(["h, aux = jax.vmap(self.out)(x), ids.sum() * 99.7", *calls, "return h, aux"], 2)}
 PARAMS, STATIC = partition(filled(eqx.filter_eval_shape(Net, KEY)))
 STATS = {{}}
 def model_loss(p, x, stats, ids):
@@ -196,7 +196,7 @@ def model_loss(p, x, stats, ids):
 def _haiku(index: Index) -> str:
     _, calls = _layers(index, _HAIKU)
     return f"""def net(x, ids):
-{_block(["h, aux = hk.Linear(3)(x), ids.sum()", *calls, "return h, aux"], 1)}
+{_block(["h, aux = hk.Linear(3)(x), ids.sum() * 99.7", *calls, "return h, aux"], 1)}
 NET = hk.without_apply_rng(hk.transform_with_state(net))
 PARAMS, STATS = haiku_initialised(NET)
 def model_loss(p, x, stats, ids):
@@ -213,9 +213,14 @@ MODELS: dict[str, Callable[[Index], str]] = {
 }
 
 
-def draw(index: Index) -> Model:
-    """A random model; most of them are functions of a tree, which trace in half the time."""
-    library = (*("tree",) * 6, "linen", "nnx", "equinox", "haiku")[index(10)]
+def draw(index: Index, policy: str) -> Model:
+    """A random model; most of them are functions of a tree, which trace in half the time.
+
+    A half policy means most to models of Flax, where `with_policy` decides what is cast.
+    """
+    likely = ("tree",) * 9 if policy == "float32" else ("tree", *("linen", "nnx") * 2)
+    libraries = (*likely, "linen", "nnx", "equinox", "haiku")
+    library = libraries[index(len(libraries))]
     return Model(library, MODELS[library](index))
 
 
