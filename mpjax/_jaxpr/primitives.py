@@ -52,6 +52,7 @@ class Primitive(NamedTuple):
         whole: Its result has exactly the elements of its operand.
         elements: The operands whose elements its result has, as a subscript; empty if it computes new elements.
         exact: Its results have the magnitude of its operands, up to rounding to an integer (`floor`, `sign`, `rem`).
+        linear: In which operands it is linear, where `saves` does not tell: `all` together, `each` alone, the `first`.
         adds: Adds or subtracts.
         logic: Combines booleans, or tests for finite values.
         risk: Why half precision may be inaccurate: `exp`, `log`, `pow` (range, poles) or `sum` (rounding).
@@ -80,6 +81,7 @@ class Primitive(NamedTuple):
     whole: bool = False
     elements: str = ""
     exact: bool = False
+    linear: str = ""
     adds: bool = False
     logic: bool = False
     risk: str = ""
@@ -122,9 +124,9 @@ class Primitive(NamedTuple):
 # Name, list, the values that its derivative saves, and its traits from `Primitive`.
 _TABLE = """
 # Tensor Core work: half.
-dot_general                           allow    inputs   expensive kernel
-conv_general_dilated                  allow    inputs   expensive kernel
-ragged_dot_general                    allow    inputs   expensive kernel
+dot_general                           allow    inputs   expensive kernel linear=each
+conv_general_dilated                  allow    inputs   expensive kernel linear=each
+ragged_dot_general                    allow    inputs   expensive kernel linear=each
 fused_attention                       allow    inputs   expensive kernel
 # Exponentials, logarithms and powers: range.
 exp                                   deny     outputs  risk=exp
@@ -177,8 +179,8 @@ psum                                  deny     nothing  expensive risk=sum kerne
 psum_invariant                        deny     nothing  expensive risk=sum kernel
 unreduced_psum                        deny     nothing  expensive risk=sum
 reduce_scatter                        deny     nothing  expensive risk=sum kernel
-scatter-add                           deny     outputs  expensive risk=sum kernel
-scatter-sub                           deny     outputs  expensive risk=sum kernel
+scatter-add                           deny     outputs  expensive risk=sum kernel linear=all
+scatter-sub                           deny     outputs  expensive risk=sum kernel linear=all
 scatter-mul                           deny     outputs  expensive risk=sum kernel
 select_and_scatter_add                deny     outputs  expensive kernel
 select_and_gather_add                 deny     outputs  expensive kernel
@@ -218,7 +220,7 @@ cummin                                wide     outputs  expensive elements=0 ker
 sort                                  wide     outputs  expensive elements=0 kernel chooses
 top_k                                 wide     outputs  expensive elements=0 kernel chooses
 approx_top_k                          wide     outputs  expensive elements=0 kernel chooses
-scatter                               wide     outputs  expensive elements=0,2 kernel
+scatter                               wide     outputs  expensive elements=0,2 kernel linear=all
 scatter-max                           wide     outputs  expensive elements=0,2 kernel
 scatter-min                           wide     outputs  expensive elements=0,2 kernel
 all_gather                            wide     nothing  expensive elements=0 kernel replicates
@@ -227,7 +229,7 @@ all_gather_reduced                    wide     nothing  expensive elements=0 rep
 pvary                                 wide     nothing  expensive float32_only whole replicates
 pmax                                  wide     outputs  expensive elements=0
 pmin                                  wide     outputs  expensive elements=0
-div                                   wide     inputs   elementwise
+div                                   wide     inputs   elementwise linear=first
 tile                                  wide     nothing  whole
 # Moves elements; the derivative has no sum.
 reshape                               move     nothing  whole accumulates
@@ -275,8 +277,8 @@ float8_tangent                        opaque   -        expensive some_versions
 add                                   infer    nothing  elementwise adds accumulates
 add_any                               infer    nothing  elementwise adds accumulates
 sub                                   infer    nothing  elementwise adds accumulates
-mul                                   infer    inputs   elementwise
-neg                                   infer    nothing  exact
+mul                                   infer    inputs   elementwise linear=each
+neg                                   infer    nothing  exact linear=all
 abs                                   infer    inputs   exact
 sign                                  infer    nothing  exact
 max                                   infer    outputs  elementwise elements=all
@@ -293,7 +295,7 @@ logistic                              infer    outputs  saturating
 tanh                                  infer    outputs  saturating
 concatenate                           infer    nothing  join elements=all
 pad                                   infer    nothing  join elements=all
-dynamic_update_slice                  infer    outputs  join elements=0,1 kernel
+dynamic_update_slice                  infer    outputs  join elements=0,1 kernel linear=all
 stack                                 infer    outputs  join some_versions elements=all
 tie                                   infer    outputs
 iota                                  infer    nothing  exact

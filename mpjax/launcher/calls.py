@@ -20,8 +20,9 @@ from mpjax._jaxpr import compat
 from mpjax._jaxpr.program import Site, site_of, sub_jaxprs
 from mpjax._jaxpr.source import scopes
 from mpjax.casting.autocast import is_array, plan_program, run_program, trace
+from mpjax.launcher.linearity import nonlinear_rule
 from mpjax.launcher.retrying import all_finite, behind, is_inexact
-from mpjax.launcher.session import Session, differentiating
+from mpjax.launcher.session import Scale, Session, differentiating
 
 # The named scope of a rerun. Operations in it run only after an overflow.
 SCOPE = "mpjax_in_float32"
@@ -39,9 +40,10 @@ class Call:
         def scaled(scale: Any, args: Any, kwargs: Any) -> Any:
             with differentiating(scale) as scope:
                 out = fun(*args, **kwargs)
-            self.reads_scale = scope.read
+            self.scope = scope
             return out
 
+        self.scope = Scale(None)
         session.differentiated = True
         self._reruns = session.reruns
         setting = session.setting
@@ -51,6 +53,11 @@ class Call:
         self.rebuild = self._program.rebuild
         named = setting is not None and setting.reads_scopes
         self._plan = setting and plan_program(self._program, setting, with_owners=named)
+
+    @property
+    def nonlinear_rule(self) -> str:
+        """The name of a derivative rule that a loss scale would change; "" if there is none."""
+        return self.scope.rule or nonlinear_rule(self._program.jaxpr)
 
     def in_half(self, scale: Any, args: Any, kwargs: Any) -> list[Any]:
         """The arrays among the results for other arguments, with nested gradients scaled by `scale`."""

@@ -31,6 +31,7 @@ from mpjax.launcher.session import (
     ROWS,
     SCALE,
     Session,
+    differentiating,
     enclosing_scale,
     frame,
 )
@@ -38,9 +39,12 @@ from mpjax.loss_scale.cotangents import multiply, unscale_by
 
 
 def value_and_grad(
-    session: Session, original: Callable[..., Any], fun: Callable[..., Any], has_aux: bool, argnums: Any
+    session: Session, original: Callable[..., Any], fun: Callable[..., Any], has_aux: bool, argnums: Any, line: str
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad(fun, argnums, has_aux)`, given as `original`, in the policy of the session."""
+    """`jax.value_and_grad(fun, argnums, has_aux)`, given as `original`, in the policy of the session.
+
+    `line` is the line of the script that differentiates.
+    """
 
     def scaled(run: Callable[..., tuple[Any, Any]], scale: Any) -> Callable[..., Any]:
         """The gradients of a function that returns the result of `fun`, and a tree to return beside the gradients."""
@@ -61,7 +65,9 @@ def value_and_grad(
             outer.read = True
             return scaled(lambda *a, **k: (fun(*a, **k),) * 2, outer.value)(*args, **kwargs)
         call = Call(session, fun, as_arrays(args, argnums), kwargs)
-        call.explain(session, fun)
+        if not _is_cast(session, call, fun, line, _chosen(args, argnums)):
+            with differentiating(None):
+                return original(fun, argnums=argnums, has_aux=has_aux)(*args, **kwargs)
 
         def evaluate(scale: Any, given: Any) -> Attempt:
             def run(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -72,7 +78,7 @@ def value_and_grad(
             finite = all_finite(grads)
             loss = call.rebuild(outs)[0] if has_aux else outs
             # A lower scale can't make the loss finite, unless it contains a gradient.
-            return Attempt((outs, grads), finite, ~finite & (call.reads_scale | all_finite(loss)))
+            return Attempt((outs, grads), finite, ~finite & (call.scope.read | all_finite(loss)))
 
         outs, grads = gradients_of(
             session, evaluate, (as_arrays(args, argnums), kwargs), lambda result: (call.finite(result[0]), result[1])
@@ -80,6 +86,25 @@ def value_and_grad(
         return call.rebuild(outs), grads
 
     return both
+
+
+def _is_cast(session: Session, call: Call, fun: Any, line: str, differentiated: Sequence[Any]) -> bool:
+    """Whether a gradient is taken in half: no loss scale is needed, or it changes nothing. Records which."""
+    if session.scales and (rule := call.nonlinear_rule):
+        session.rules_not_linear[line] = rule
+        return False
+    session.cast(fun, line, call.scope.lines, differentiated)
+    call.explain(session, fun)
+    return True
+
+
+def _chosen(args: Sequence[Any], argnums: Any) -> Sequence[Any]:
+    """The arguments with respect to which a call is differentiated; all of them if the call does not fit."""
+    places = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    try:
+        return tuple(args[i] for i in places)
+    except (IndexError, TypeError):  # JAX's own error is better.
+        return args
 
 
 def as_arrays(args: Sequence[Any], argnums: Any) -> tuple[Any, ...]:
@@ -93,7 +118,12 @@ def as_arrays(args: Sequence[Any], argnums: Any) -> tuple[Any, ...]:
 
 
 def vjp(
-    session: Session, original: Callable[..., Any], fun: Callable[..., Any], primals: Any, options: dict[str, Any]
+    session: Session,
+    original: Callable[..., Any],
+    fun: Callable[..., Any],
+    primals: Any,
+    options: dict[str, Any],
+    line: str,
 ) -> Any:
     """`jax.vjp` or `jax.linearize` with a linear map that scales vectors, at lower scales until it is finite."""
     if enclosing_scale() is not None:
@@ -101,7 +131,9 @@ def vjp(
     else:
         primals = as_arrays(primals, tuple(range(len(primals))))
         call = Call(session, fun, primals, {})
-        call.explain(session, fun)
+        if not _is_cast(session, call, fun, line, primals):
+            with differentiating(None):
+                return original(fun, *primals, **options)
         inner = jnp.full((), INNER_SCALE, jnp.float32)
         out, linear, *aux = original(lambda *given: call.rebuild(call.in_half(inner, given, {})), *primals, **options)
         outs = [x for x in jax.tree.leaves((out, *aux)) if isinstance(x, jax.Array)]

@@ -97,6 +97,11 @@ class Report:
             reasons.append(_without_optimizer(session))
         if session.outside_jit:
             reasons.append(f"the gradients of {_places(session.outside_jit)} ran outside of jax.jit: compile the step")
+        if rules := session.rules_not_linear:
+            reasons.append(
+                f"a loss scale would change {', '.join(dict.fromkeys(rules.values()))}, a derivative rule that is not "
+                f"linear in its cotangent, so the gradients of {', '.join(rules)} need --policy mixed_bfloat16"
+            )
         if session.differentiated_again:
             reasons.append(f"a library differentiates the gradients of {_places(session.differentiated_again)} again")
         return reasons

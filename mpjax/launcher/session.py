@@ -56,12 +56,16 @@ class Scale:
     """The loss scale of a gradient that is being traced.
 
     Args:
-        value: float32 of shape ().
+        value: float32 of shape (); None in a gradient that stays in float32 with all that it contains.
         read: Whether a nested gradient was scaled by it.
+        rule: The name of a derivative rule that it would change, and that a nested gradient has run.
+        lines: The lines of nested gradients, with their functions.
     """
 
     value: Any
     read: bool = False
+    rule: str = ""
+    lines: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 _FRAME: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("frame", default=None)
@@ -98,6 +102,7 @@ def differentiating(value: Any) -> Iterator[Scale]:
         yield scale
     finally:
         _SCALE.reset(token)
+        scale.value = None  # A tracer must not outlive its trace.
 
 
 class Watcher(Protocol):
@@ -154,6 +159,7 @@ class Session:
         self.in_float32: dict[str, str] = {}  # lines that differentiated without an optimizer
         self.outside_jit: dict[str, str] = {}  # lines whose gradients JAX does not compile
         self.differentiated_again: dict[str, str] = {}  # lines whose gradients a library differentiates
+        self.rules_not_linear: dict[str, str] = {}  # lines whose gradients a loss scale would change, and the rule
         self.differentiated = False  # whether the script called a gradient function, which may have failed
         self.sites: dict[str, str] = {}
         self._explained: set[str] = set()
@@ -191,14 +197,15 @@ class Session:
             self.differentiated_again.setdefault(line, _name(fun))
         return gives_way
 
-    def trains(self, fun: Any, line: str, differentiated: Sequence[Any]) -> bool:
-        """Whether a gradient is one of the training. Records it, and the parameters.
+    def trains(self, fun: Any, line: str) -> bool:
+        """Whether a gradient is one of the training. Records one that is not.
 
         Args:
             fun: The differentiated function.
             line: The line of the script that differentiates.
-            differentiated: The arguments with respect to which it does.
         """
+        if (scale := enclosing_scale()) is not None and scale.value is None:
+            return False
         if not self.casts:
             self.in_float32.setdefault(line, _name(fun))
             return False
@@ -206,11 +213,23 @@ class Session:
             # Each call would be traced and planned again, which costs more than half precision can save.
             self.outside_jit.setdefault(line, _name(fun))
             return False
-        self.sites.setdefault(line, _name(fun))
-        if enclosing_scale() is None:  # A nested gradient may be with respect to data.
-            for tree in differentiated:
-                self.parameters.learn(tree)
+        if scale is not None:
+            scale.lines.setdefault(line, _name(fun))
         return True
+
+    def cast(self, fun: Any, line: str, nested: dict[str, str], differentiated: Sequence[Any]) -> None:
+        """Records a gradient in half, and the parameters.
+
+        Args:
+            fun: The differentiated function.
+            line: The line of the script that differentiates.
+            nested: The lines of gradients inside the function, which may be with respect to data.
+            differentiated: The arguments with respect to which the outer gradient is.
+        """
+        for place, name in {line: _name(fun), **nested}.items():
+            self.sites.setdefault(place, name)
+        for tree in differentiated:
+            self.parameters.learn(tree)
 
     def traced(self, program: Frame, jaxpr: Any) -> None:
         """Reports a traced program to the watchers."""

@@ -381,3 +381,88 @@ def test_an_optimizer_of_jax_example_libraries_counts_and_skips(launched):
     before = jax.tree.map(np.array, get_params(state))
     assert_close(get_params(step(0, state, X * np.nan)), before, 1e-9)
     assert not np.array_equal(get_params(step(0, state, X))["a"], before["a"])
+
+
+# ---- Derivative rules that are not linear in the cotangent ----
+
+
+def with_rule(bwd):
+    """The identity, with a backward rule that may read its argument."""
+    identity = jax.custom_vjp(lambda x: x)
+    identity.defvjp(lambda x: (x, x), bwd)
+    return identity
+
+
+RULES = {
+    "clip": lambda x, g: (jnp.clip(g, -1e-3, 1e-3),),
+    "norm": lambda x, g: (g / (1e-6 + jnp.linalg.norm(g)),),
+    "affine": lambda x, g: (g + 1e-3,),
+    "ignored": lambda x, g: (x,),
+    "branch": lambda x, g: (jax.lax.cond(jnp.sum(g) > 1e-2, lambda g: g, lambda g: 3 * g, g),),
+    "loop": lambda x, g: (jax.lax.while_loop(lambda g: jnp.sum(g * g) > 1e-4, lambda g: g / 2, g),),
+    "cleaned": lambda x, g: (jnp.nan_to_num(g),),
+}
+LINEAR_RULES = {
+    "straight through": lambda x, g: (g,),
+    "reversed": lambda x, g: (-0.3 * g,),
+    "masked": lambda x, g: (jnp.where(x > 0, g, 0.0) / (1 + x**2),),
+    "vjp": lambda x, g: jax.vjp(lambda x: jnp.tanh(x) * (jax.nn.softmax(x @ x.T) @ x), x)[1](g),
+    "scan": lambda x, g: (jax.lax.scan(lambda c, w: (c * jnp.tanh(x) + w * g, None), 0 * g, jnp.ones(3))[0],),
+    "fori_loop": lambda x, g: (jax.lax.fori_loop(0, 3, lambda i, c: jnp.roll(c, i) + g, g),),
+    "solve": lambda x, g: (jnp.linalg.solve(jnp.eye(8), g),),
+    "none": lambda x, g: (None,),
+}
+
+
+def through(rule, p, x):
+    return jnp.sum(jnp.tanh(rule(x @ p["a"])) @ p["b"]) / 100
+
+
+def by_gradient(rule, p, x):
+    return jax.grad(lambda p: through(rule, p, x))(p)
+
+
+def by_pullback(rule, p, x):
+    value, pullback = jax.vjp(lambda p: through(rule, p, x), p)
+    return pullback(jnp.ones_like(value))[0]
+
+
+def in_a_step_of_scan(rule, p, x):
+    def loss(p):
+        return through(lambda h: jax.lax.scan(lambda h, _: (jax.jit(rule)(h), None), h, None, 2)[0], p, x)
+
+    return jax.grad(loss)(p)
+
+
+def of_a_penalty(rule, p, x):
+    def penalty(p):
+        return jnp.mean(jax.grad(lambda x: through(rule, p, x))(x) ** 2) * 1e3
+
+    return jax.grad(penalty)(p)
+
+
+@pytest.mark.parametrize("form", [by_gradient, by_pullback, in_a_step_of_scan, of_a_penalty])
+@pytest.mark.parametrize("name", [*RULES, *LINEAR_RULES])
+def test_a_rule_that_a_loss_scale_would_change_keeps_its_gradient_in_float32(launched, form, name):
+    if (name, form) == ("loop", of_a_penalty):
+        pytest.skip("JAX can't differentiate a while loop twice")
+    rule = (RULES | LINEAR_RULES)[name]
+    want = jax.device_get(jax.jit(lambda p: form(with_rule(rule), p, X))(params()))
+    session = launched()
+    optax.sgd(0.1)
+    step = jax.jit(lambda p: form(with_rule(rule), p, X))
+    got = jax.device_get(step(params()))
+    if name in RULES:
+        jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-9), got, want)
+        assert session.rules_not_linear
+        assert not session.sites
+    else:
+        jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=0.05, atol=1e-3 * np.abs(w).max()), got, want)
+        assert not session.rules_not_linear
+        assert half(step, params())
+
+
+def test_bfloat16_keeps_no_gradient_in_float32_for_a_rule(launched):
+    launched(policy="mixed_bfloat16")
+    optax.sgd(0.1)
+    assert "bf16[" in str(jax.make_jaxpr(lambda p: by_gradient(with_rule(RULES["clip"]), p, X))(params()))
