@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -81,23 +82,22 @@ def install(options: Options, main: bool = False) -> None:
     # With both `python -m mpjax run` and MPJAX_AUTOCAST_ALL, the later options apply.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AfterImport)]
     tracebacks.install()
-    sessions: list[Any] = []
-    of_jax = AfterImport("jax", lambda: sessions.append(_patch_or_exit(options, main)))
+    done: dict[str, Any] = {}
     # The script may import optax first, which imports JAX. If it never does, the hook costs nothing.
-    of_optax = AfterImport("optax", lambda: _patch(sessions, "patch_optax"))
-    of_optimizers = AfterImport("jax.example_libraries.optimizers", lambda: _patch(sessions, "patch_optimizers"))
-    sys.meta_path[:0] = _LATEST[:] = [of_jax, of_optax, of_optimizers]
-    atexit.register(_check_at_exit, of_jax, sessions, main and not options.quiet)
+    names = ("jax", "optax", "jax.example_libraries.optimizers")
+    hooks = [AfterImport(name, functools.partial(_patch, name, done, options, main)) for name in names]
+    sys.meta_path[:0] = _LATEST[:] = hooks
+    atexit.register(_check_at_exit, hooks[0], done, main and not options.quiet)
 
 
-def _check_at_exit(of_jax: AfterImport, sessions: list[Any], always: bool) -> None:
+def _check_at_exit(of_jax: AfterImport, done: dict[str, Any], always: bool) -> None:
     """Says so if the script ran wholly in float32 because JAX was not imported, or not through the hook."""
     if of_jax not in _LATEST:  # `install` was called again
         return
     if "jax" not in sys.modules:
         if always:
             print("mpjax run: nothing was cast to half: the script did not import JAX", file=sys.stderr, flush=True)
-    elif not sessions:
+    elif not done:
         print(
             "mpjax run: error: nothing was cast to half: JAX was imported, but not through Python's import system, so "
             "its gradient functions were not replaced. Import it with a plain `import jax`.",
@@ -106,8 +106,24 @@ def _check_at_exit(of_jax: AfterImport, sessions: list[Any], always: bool) -> No
         )
 
 
-def _patch_or_exit(options: Options, main: bool) -> Any:
+def _patch(name: str, done: dict[str, Any], options: Options, main: bool) -> None:
+    """Patches a module that was executed for the first time, or again (`importlib.reload`).
+
+    `done` holds the patches of each module. Those of all modules share the session of JAX's.
+    """
     from mpjax.launcher.patches import Patches
+
+    if name in done:
+        done[name].undo()
+    elif name == "jax":
+        done[name] = Patches(_session_or_exit(options, main))
+    elif "jax" in done:
+        done[name] = Patches(done["jax"].session)
+    if name in done:
+        done[name].patch(name)
+
+
+def _session_or_exit(options: Options, main: bool) -> Any:
     from mpjax.launcher.report import DryRun, Report
     from mpjax.launcher.session import Session
 
@@ -116,7 +132,6 @@ def _patch_or_exit(options: Options, main: bool) -> Any:
     except LaunchError as error:
         _LATEST.clear()  # The error says enough: no report at exit.
         fail(str(error))
-    Patches(session).patch_jax()
     report = Report(session, always=main)
     session.watchers.append(report)
     notebooks.attach(report.summary)
@@ -125,22 +140,14 @@ def _patch_or_exit(options: Options, main: bool) -> Any:
     return session
 
 
-def _patch(sessions: list[Any], what: str) -> None:
-    from mpjax.launcher.patches import Patches
-
-    for session in sessions:
-        getattr(Patches(session), what)()
-
-
 def patch(options: Options) -> Any:
     """Patches JAX and optax in this process. The returned `Patches` can undo it."""
     from mpjax.launcher.patches import Patches
     from mpjax.launcher.session import Session
 
     patches = Patches(Session(options))
-    patches.patch_jax()
-    patches.patch_optax()
-    patches.patch_optimizers()
+    for name in ("jax", "optax", "jax.example_libraries.optimizers"):
+        patches.patch(name)
     return patches
 
 

@@ -2,11 +2,13 @@
 
 An evaluation is such a pass. In a training step, a GAN samples its generator, and a Q-learner evaluates its target
 network, and the loss uses the results as data. Among the operations that do not depend on a gradient, the matmuls that
-read parameters and everything computed from them run under autocast.
+combine parameters with data, and everything computed from them, run under autocast.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +17,8 @@ import jax.numpy as jnp
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.evaluator import bind_in_context, evaluate
-from mpjax._jaxpr.program import Site
+from mpjax._jaxpr.primitives import primitive
+from mpjax._jaxpr.program import Site, site_of, sub_jaxprs
 from mpjax.launcher.calls import Call, running_sites_of
 from mpjax.launcher.session import Session
 
@@ -69,21 +72,54 @@ def _parted(eqns: Sequence[Any], parameters: Collection[Any]) -> tuple[list[Any]
     before, passes, after = [], [], []
     of_passes: set[Any] = set()
     late: set[Any] = set()
-    of_parameters = set(parameters)
+    origins = dict.fromkeys(parameters, _PARAMETERS)
     for eqn in eqns:
         sites: list[Site] = list(running_sites_of(eqn))
         reads = {v for v in eqn.invars if _is_variable(v)}
-        if reads & of_parameters:
-            of_parameters.update(eqn.outvars)
+        given = [_origin(v, origins) for v in eqn.invars]
+        origins.update(dict.fromkeys(eqn.outvars, functools.reduce(operator.or_, given, 0)))
         if eqn.effects or reads & late or is_differentiated(sites):
             after.append(eqn)
             late.update(eqn.outvars)
-        elif reads & of_passes or (reads & of_parameters and any(site.flops for site in sites)):
+        elif reads & of_passes or _applies_parameters(eqn, given):
             passes.append(eqn)
             of_passes.update(eqn.outvars)
         else:
             before.append(eqn)
     return before, passes, after
+
+
+# What a value is computed from.
+_PARAMETERS, _DATA = 1, 2
+
+
+def _origin(v: Any, origins: dict[Any, int]) -> int:
+    return origins.get(v, _DATA) if _is_variable(v) else 0
+
+
+def _applies_parameters(eqn: Any, given: Sequence[int]) -> bool:
+    """Whether a matmul in an equation combines parameters with data. A Gram matrix of weights is no forward pass.
+
+    Args:
+        eqn: The equation.
+        given: The origins of its operands.
+    """
+    every = functools.reduce(operator.or_, given, 0)
+    if every != _PARAMETERS | _DATA or not any(True for _ in running_sites_of(eqn)):
+        return False
+    inner = sub_jaxprs(eqn)
+    if not inner:
+        return bool(site_of(eqn).flops)
+    is_loop = primitive(eqn.primitive.name).loop
+    for sub in inner:
+        ins = [every if i is None or (is_loop and n >= sub.consts) else given[i] for n, i in enumerate(sub.operands)]
+        origins = dict(zip(sub.opened.invars, ins, strict=True))
+        for other in sub.opened.eqns:
+            reads = [_origin(v, origins) for v in other.invars]
+            if _applies_parameters(other, reads):
+                return True
+            origins.update(dict.fromkeys(other.outvars, functools.reduce(operator.or_, reads, 0)))
+    return False
 
 
 def _is_variable(v: Any) -> bool:

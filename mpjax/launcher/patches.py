@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import jax
 from mpjax._jaxpr import compat
 from mpjax.launcher import programs
 from mpjax.launcher.optimizers import guarded, guarded_state
-from mpjax.launcher.session import Session
+from mpjax.launcher.session import Session, differentiating, enclosing_scale
 
 
 class Patches:
@@ -37,17 +38,22 @@ class Patches:
         while self._undo:
             self._undo.pop()()
 
-    def patch_jax(self) -> None:
+    def patch(self, name: str) -> None:
+        """Replaces functions of a module: `jax`, `optax` or `jax.example_libraries.optimizers`."""
+        {"jax": self._patch_jax, "optax": self._patch_optax}.get(name, self._patch_optimizers)()
+
+    def _patch_jax(self) -> None:
         """Replaces `jit`, `pmap`, `grad`, `value_and_grad`, `vjp` and `linearize` of the `jax` module."""
         session, value_and_grad = self.session, jax.value_and_grad
         for name in ("grad", "value_and_grad"):
             self.replace(jax, name, _differentiation(session, value_and_grad, getattr(jax, name), name == "grad"))
         for name in ("vjp", "linearize"):
             self.replace(jax, name, _linearization(session, getattr(jax, name)))
+        self.replace(jax.custom_vjp, "defvjp", _checked_rules(jax.custom_vjp.defvjp))
         self.replace(jax, "jit", _compilation(session, jax.jit))
         self.replace(jax, "pmap", _mapping(session, jax.pmap))
 
-    def patch_optax(self) -> None:
+    def _patch_optax(self) -> None:
         """Makes every optax transformation skip steps with nonfinite gradients."""
         import optax
 
@@ -60,7 +66,7 @@ class Patches:
         self.replace(optax.MultiSteps, "update", update_multi_steps)
         self._guard(optax.GradientTransformation, guarded)
 
-    def patch_optimizers(self) -> None:
+    def _patch_optimizers(self) -> None:
         """The same for `jax.example_libraries.optimizers`."""
         from jax.example_libraries import optimizers
 
@@ -97,11 +103,13 @@ def _differentiation(session: Session, value_and_grad: Any, original: Any, gradi
             # By now the script has built its optimizer.
             if session.casts and isinstance(fun, programs.Compiled) and not compat.is_compiling():
                 return fun.derived((original, argnums, has_aux), gradient)(*args, **kwargs)
-            if session.gives_way(fun, line) or not session.trains(fun, line, _chosen(args, argnums)):
+            if session.gives_way(fun, line) or not session.trains(fun, line):
                 return plain(*args, **kwargs)
             from mpjax.launcher import gradients
 
-            value, grads = gradients.value_and_grad(session, value_and_grad, fun, has_aux, argnums)(*args, **kwargs)
+            value, grads = gradients.value_and_grad(session, value_and_grad, fun, has_aux, argnums, line)(
+                *args, **kwargs
+            )
             if not gradient_only:
                 return value, grads
             return (grads, value[1]) if has_aux else grads
@@ -111,26 +119,49 @@ def _differentiation(session: Session, value_and_grad: Any, original: Any, gradi
     return differentiate
 
 
-def _chosen(args: Sequence[Any], argnums: Any) -> Sequence[Any]:
-    """The arguments with respect to which a call is differentiated; all of them if the call does not fit."""
-    places = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
-    try:
-        return tuple(args[i] for i in places)
-    except (IndexError, TypeError):  # JAX's own error is better.
-        return args
-
-
 def _linearization(session: Session, original: Any) -> Any:
     @functools.wraps(original)
     def linearize(fun: Any, *primals: Any, **options: Any) -> Any:
         trains = session.active and session.callers.script_calls()
-        if not trains or not session.trains(fun, session.callers.script_line(), primals):
+        line = session.callers.script_line()
+        if not trains or not session.trains(fun, line):
             return original(fun, *primals, **options)
         from mpjax.launcher import gradients
 
-        return gradients.vjp(session, original, fun, primals, options)
+        return gradients.vjp(session, original, fun, primals, options, line)
 
     return linearize
+
+
+def _checked_rules(original: Any) -> Any:
+    """`custom_vjp.defvjp` for rules that note whether a loss scale would change them, in a nested gradient.
+
+    The program of an outer gradient contains the operations of a nested one, not its rules. What a rule differentiates
+    is a part of the gradient that calls it, which scales its cotangents already.
+    """
+
+    def as_part(rule: Any) -> Any:
+        @functools.wraps(rule)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with differentiating(None) if compat.is_compiling() else contextlib.nullcontext():
+                return rule(*args, **kwargs)
+
+        return run
+
+    @functools.wraps(original)
+    def defvjp(self: Any, fwd: Any, bwd: Any, *rest: Any, **options: Any) -> Any:
+        @functools.wraps(bwd)
+        def checked(*args: Any) -> Any:
+            scale = enclosing_scale()
+            if scale is not None and scale.value is not None and not scale.rule:
+                from mpjax.launcher.linearity import check_rule
+
+                scale.rule = "" if check_rule(as_part(bwd), args) else programs.name_of(bwd)
+            return as_part(bwd)(*args)
+
+        return original(self, as_part(fwd), checked, *rest, **options)
+
+    return defvjp
 
 
 def _compilation(session: Session, original: Any) -> Any:

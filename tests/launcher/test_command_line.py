@@ -166,6 +166,17 @@ def test_a_query_for_a_module_keeps_the_hook(script, query):
     assert "): 100.0% of" in done.stderr
 
 
+def test_modules_that_are_imported_again_are_patched_again(script):
+    again = "import importlib, jax, optax\nfor module in (optax, jax, optax, jax):\n    importlib.reload(module)\n"
+    done = run(script(again + LINEAR))
+    assert done.stdout == "loss 0.410\n", done.stderr
+    assert "): 100.0% of" in done.stderr
+    assert "nothing was cast" not in done.stderr
+    assert done.stderr.count("mpjax run:") == 2  # the first block and the summary
+    without = run(script(f"{again}importlib.reload(jax)\nprint('no gradient')"))
+    assert without.stderr.count("mpjax run: nothing was cast") == 1
+
+
 def test_an_import_past_the_hook_is_an_error_at_exit(script):
     past = "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != 'AfterImport']\n"
     done = run(script(past + LINEAR))
