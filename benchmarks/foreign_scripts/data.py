@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import json
 import pathlib
 import shutil
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +49,88 @@ def _write(name: str, content: bytes) -> None:
         file.write(content)
 
 
-def corpus(seed: int) -> str:
-    """Text of a small grammar."""
-    words = ["the cat", "a dog", "sees", "the house", "and", "sleeps", "in", "under", "a tree", "no one"]
-    return " ".join(words[i] for i in np.random.default_rng(seed).integers(0, 10, size=4000))
+def learnable(example: Any, rng: np.random.Generator) -> Any:
+    """An example of `tfds.testing.mock_data` whose image tells its label, and whose graph's edges join its nodes."""
+    if "image" in example:
+        image, label = np.asarray(example["image"]), int(example.get("label", rng.integers(10)))
+        bits = np.random.default_rng(label).integers(0, 2, size=image.shape)  # the same for every image of a label
+        # Without labels: binarized_mnist.
+        example["image"] = (bits * 200 + image // 5 if "label" in example else bits).astype(image.dtype)
+    if "edge_index" in example:
+        nodes, edges = (int(np.ravel(example[name])[0]) % 8 + 3 for name in ("num_nodes", "num_edges"))
+        example |= {
+            "num_nodes": np.full_like(example["num_nodes"], nodes),
+            "edge_index": rng.integers(0, nodes, (edges, 2)),
+        }
+        example |= {"num_edges": np.full_like(example["num_edges"], edges)}
+        example["node_feat"] = rng.integers(0, 2, (nodes, 9)).astype(np.float32)
+        example["edge_feat"] = rng.integers(0, 2, (edges, 3)).astype(np.float32)
+        example["labels"] = rng.integers(0, 2, 128).astype(np.float32)
+    return example
+
+
+WORDS = ["the", "cat", "a", "dog", "sees", "house", "and", "sleeps", "in", "under", "tree", "no", "one"]
+
+
+def write_texts(folder: pathlib.Path, seed: int) -> None:
+    """Texts, labelled sentences and images for the scripts that read files.
+
+    The files are `corpus.txt`, `pos.conllu`, `pairs.csv`, `names.json`, `images/`.
+    """
+    rng = np.random.default_rng(seed)
+    lines = [[WORDS[i] for i in rng.integers(0, len(WORDS), size=rng.integers(5, 12))] for _ in range(160)]
+    (folder / "corpus.txt").write_text("\n".join(map(" ".join, lines)) + "\n")
+    tags = {word: "NOUN" if word in ("cat", "dog", "house", "tree") else "OTHER" for word in WORDS}
+    rows = ("".join(f"{i}\t{w}\t{w}\t{tags[w]}\t_\t_\t0\troot\t_\t_\n" for i, w in enumerate(x, 1)) for x in lines)
+    (folder / "pos.conllu").write_text("\n".join(rows) + "\n")
+    pairs = (f"{' '.join(x)},{' '.join(y)},{int('cat' in x)}" for x, y in zip(lines[::2], lines[1::2], strict=True))
+    (folder / "pairs.csv").write_text("sentence1,sentence2,label\n" + "\n".join(pairs) + "\n")
+    named = ({"words": x, "ner": [tags[w] for w in x]} for x in lines)
+    (folder / "names.json").write_text("\n".join(map(json.dumps, named)) + "\n")
+
+
+def write_images(folder: pathlib.Path, seed: int) -> None:
+    """Images in folders by their class."""
+    from PIL import Image
+
+    images, labels = digits(48, seed)
+    for i, (image, label) in enumerate(zip(images, labels % 2, strict=True)):
+        (folder / str(label)).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.repeat(image[..., None], 3, axis=-1)).save(folder / str(label) / f"{i}.png")
+
+
+MODEL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+MODELS = {
+    "bert": {"vocab_size": 64, "max_position_embeddings": 64, **MODEL},
+    "gpt2": {"vocab_size": 64, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2},
+    "t5": {"vocab_size": 192, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2},
+    "vit": {"image_size": 32, "patch_size": 8, **MODEL},
+}
+
+
+def write_models(folder: pathlib.Path) -> None:
+    """Configurations of small Transformers, with a tokenizer of whole words each."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    extra = [f"<extra_id_{i}>" for i in range(100)]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>", *WORDS, *extra]
+    for kind, config in MODELS.items():
+        (folder / kind).mkdir(parents=True)
+        vocabulary = [word for word in words if kind == "t5" or word not in extra]
+        tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(vocabulary)}, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        if kind == "bert":
+            ends = [("[CLS]", 2), ("[SEP]", 3)]
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
+            )
+        tokenizer.save(str(folder / kind / "tokenizer.json"))
+        special: dict[str, Any] = {"pad_token": "[PAD]", "unk_token": "[UNK]", "mask_token": "[MASK]"}
+        special |= {"cls_token": "[CLS]", "sep_token": "[SEP]", "eos_token": "</s>"}
+        special["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if kind != "bert":
+            special["model_input_names"] = ["input_ids", "attention_mask"]
+        special["additional_special_tokens"] = extra if kind == "t5" else []
+        (folder / kind / "tokenizer_config.json").write_text(json.dumps({**special, "model_max_length": 64}))
+        ids = {"pad_token_id": 0, "eos_token_id": 5, "bos_token_id": 5, "decoder_start_token_id": 0}
+        (folder / kind / "config.json").write_text(json.dumps({"model_type": kind, **ids, **config}))
