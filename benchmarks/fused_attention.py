@@ -48,6 +48,7 @@ FORMS = {"gpu": ("as written", "fused", "by hand"), "tpu": ("as written", "fused
 
 def measure(row: str, form: str, device: jax.Device, layers: int) -> dict[str, Any]:
     """XLA's plan of the training step of one form."""
+    workload: Any
     workload, scores = ROWS[row]
     configuration = CONFIGURATIONS["autocast_bfloat16"]
     kernel, call = KERNELS[device.platform]

@@ -312,7 +312,7 @@ def _check_readers(flow: Flow, found: Found) -> None:
     """Refuses an attention whose scores or probabilities something else reads, or changes."""
     inside = {id(eqn) for eqn in found.inside} | {id(found.values)}
     made = {v for eqn in found.inside for v in eqn.outvars}
-    if not made.isdisjoint(each.v for each in (*found.masks, *found.biases)):
+    if not made.isdisjoint(each.v for each in found.added):
         found.refuse("its scores are read by its mask or bias too")
     for eqn in found.inside:
         for v in eqn.outvars:

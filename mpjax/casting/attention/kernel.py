@@ -18,11 +18,12 @@ from mpjax.casting.attention.flow import Flow
 from mpjax.casting.attention.layout import Layout, size_of
 from mpjax.casting.attention.masks import resolved
 from mpjax.casting.attention.pallas import flash_attention
-from mpjax.casting.attention.parts import Found
+from mpjax.casting.attention.parts import Bias, Found, Mask
 
 ATTENTION = jax.extend.core.Primitive("fused_attention")
-# What JAX itself adds to a masked score in cuDNN's kernel, which computes NaN from larger numbers.
-_LEAST = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
+# Of bias and mask together, no row may become -inf in half. JAX adds -2**41 and -2**15 to masked scores in cuDNN's
+# kernel, which computes NaN from larger numbers.
+_LEAST = {"bfloat16": -(2.0**41), "float16": -(2.0**14)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,7 @@ def options_of(found: Found, flow: Flow, setting: Any) -> tuple[list[Any], Optio
     k, v, shared = _without_repeats(flow, k, v, found.batch)
     batched, queries, keys = flat(found.batch), flat(found.queries), flat(found.keys)
     touched = [joined(dims) for dims in (*(m.dims for m in found.masks), *(b.dims for b in found.biases))]
-    constant = [joined(each.dims) for each in (*found.masks, *found.biases) if flow.constant(each.v) is not None]
+    constant = [joined(each.dims) for each in found.added if flow.constant(each.v) is not None]
     causal = constant or touched
     rows = tuple(axis for axis in queries if not causal or any(axis in axes for axes in causal))
     kept = tuple(axis for axis in batched if axis not in shared)
@@ -143,13 +144,14 @@ def options_of(found: Found, flow: Flow, setting: Any) -> tuple[list[Any], Optio
     repeats = (*shared, *(axis for axis in queries if axis not in rows))
     scores = batch, (*heads, *repeats), rows, keys
     window, masks, biases, nan = resolved(found, flow, scores, implementation == "xla")
+    added: tuple[Mask | Bias, ...] = (*biases, *masks)
     # Of an array for each score, only the batch and the heads may be of size 1.
     full = (2, 3)
     layouts = (
         Layout.of(q[1], (batch, rows, (*heads, *repeats), found.head)),
         Layout.of(k[1], (batch, keys, heads, found.head)),
         Layout.of(v[1], (batch, keys, heads, found.width)),
-        *(Layout.of(each.dims, scores, full) for each in (*biases, *masks)),
+        *(Layout.of(each.dims, scores, full) for each in added),
     )
     given = (*batch, *rows, *heads, *repeats, *found.width)
     result = joined(found.out)
@@ -161,7 +163,7 @@ def options_of(found: Found, flow: Flow, setting: Any) -> tuple[list[Any], Optio
         layouts, out, tuple(each.factor for each in biases), tuple(mask.inverted for mask in masks),
         found.scale, causal_kind, left, implementation, nan,
     )  # fmt: skip
-    operands = [q[0], k[0], v[0], *(each.v for each in (*biases, *masks))]
+    operands = [q[0], k[0], v[0], *(each.v for each in added)]
     return (operands, options) if not (why := _refusal(options, operands, setting.half)) else why
 
 

@@ -64,6 +64,11 @@ class Found:
     masks: list[Mask] = dataclasses.field(default_factory=list)
     why_not: str = ""
 
+    @property
+    def added(self) -> tuple[Mask | Bias, ...]:
+        """The masks and the biases."""
+        return (*self.masks, *self.biases)
+
     def refuse(self, why: str) -> None:
         """Notes a reason why it is not fused. The first one stays."""
         self.why_not = self.why_not or why
