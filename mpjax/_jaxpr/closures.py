@@ -17,13 +17,13 @@ _MANY = 512  # objects
 def may_close_over_tracers(params: dict[str, Any]) -> bool:
     """Whether the derivative rules of an equation hold a tracer, or more objects than are worth a search."""
     pending = [params[name] for name in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd") if name in params]
-    seen: dict[int, Any] = {}
+    visited: dict[int, Any] = {}
     while pending:
         x = pending.pop()
-        if isinstance(x, jax.core.Tracer) or len(seen) > _MANY:
+        if isinstance(x, jax.core.Tracer) or len(visited) > _MANY:
             return True
-        if id(x) not in seen:
-            seen[id(x)] = x
+        if id(x) not in visited:
+            visited[id(x)] = x
             pending += _held_by(x)
     return False
 

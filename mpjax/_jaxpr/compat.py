@@ -280,12 +280,12 @@ def _remembered(thunk: Any) -> tuple[list[Any], list[dict[Any, Any]]]:
     """The stores of a JAX function and of the functions that it closes over, and the caches of `_memoize`."""
     stores: dict[int, Any] = {}
     memos: list[dict[Any, Any]] = []
-    pending, seen = [thunk], set()
+    pending, visited = [thunk], set()
     while pending:
         fun = pending.pop()
-        if id(fun) in seen:
+        if id(fun) in visited:
             continue
-        seen.add(id(fun))
+        visited.add(id(fun))
         if isinstance(fun, lu.WrappedFun):
             stores.update((id(store), store) for store in fun.stores if store is not None)
             pending.append(fun.f)
@@ -633,14 +633,14 @@ def live_equations(names: Sequence[str]) -> list[tuple[dict[str, Any], list[Any]
 
     Inner traces have ended: only the program's own equations are still being traced.
     """
-    found = []
+    equations = []
     for reference in getattr(getattr(trace_ctx.trace, "frame", None), "tracing_eqns", ()):
         eqn = reference() if callable(reference) else reference
         if eqn is not None and not any(name in eqn.params for name in names):
             continue
         if eqn is not None:
-            found.append((eqn.params, [t.aval for t in eqn.in_tracers], [v.aval for v in eqn.outvars]))
-    return found
+            equations.append((eqn.params, [t.aval for t in eqn.in_tracers], [v.aval for v in eqn.outvars]))
+    return equations
 
 
 def example(aval: Any, dtype: Any = None) -> Any:

@@ -21,10 +21,10 @@ def retraced(jaxpr: Any, fun: Callable[..., Any]) -> Any:
     def typed(*args: Any) -> list[Any]:
         return [compat.with_weak_type(jax.numpy.asarray(x), aval) for x, aval in zip(fun(*args), outs, strict=True)]
 
-    found = jax.make_jaxpr(typed)(*map(_struct, ins))
+    replacement = jax.make_jaxpr(typed)(*map(_struct, ins))
     if hasattr(jaxpr, "consts"):
-        return found
-    return compat.open_jaxpr(found).jaxpr if not compat.open_jaxpr(found).consts else jaxpr
+        return replacement
+    return compat.open_jaxpr(replacement).jaxpr if not compat.open_jaxpr(replacement).consts else jaxpr
 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:

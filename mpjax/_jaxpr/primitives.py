@@ -66,7 +66,7 @@ class Primitive(NamedTuple):
         replicates: Copies a value of one device to others, so its derivative is a sum over devices.
         label: Only names its operand, for functions that look for the name in a program.
         identity: Returns its first operand. The others are for its derivative alone.
-        sends: May send elements to other devices, which takes half the time in half.
+        communicates: May send elements to other devices, which takes half the time in half.
         some_versions: Not in every supported JAX version.
     """
 
@@ -95,7 +95,7 @@ class Primitive(NamedTuple):
     replicates: bool = False
     label: bool = False
     identity: bool = False
-    sends: bool = False
+    communicates: bool = False
     some_versions: bool = False
 
     @property
@@ -246,9 +246,9 @@ stop_gradient                         move     nothing  whole
 sharding_constraint                   move     nothing  whole
 xla_metadata_value                    move     nothing  some_versions whole
 device_put                            move     nothing  expensive whole
-ppermute                              move     nothing  expensive elements=0 kernel sends
-all_to_all                            move     nothing  expensive elements=0 kernel sends
-reshard                               move     nothing  whole sends
+ppermute                              move     nothing  expensive elements=0 kernel communicates
+all_to_all                            move     nothing  expensive elements=0 kernel communicates
+reshard                               move     nothing  whole communicates
 relayout                              move     nothing  some_versions whole
 layout_constraint                     move     nothing  whole
 optimization_barrier                  move     nothing  expensive whole

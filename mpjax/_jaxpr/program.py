@@ -178,9 +178,9 @@ class SubJaxpr(NamedTuple):
 
     def split(self, operands: Sequence[_T]) -> tuple[list[_T], list[_T], list[_T]]:
         """The equation's operands as those that all runs share, the first carry, and those that are iterated over."""
-        given = [operands[i] for i in self.operands if i is not None]
+        arrays = [operands[i] for i in self.operands if i is not None]
         end = self.consts + self.carry
-        return given[: self.consts], given[self.consts : end], given[end:]
+        return arrays[: self.consts], arrays[self.consts : end], arrays[end:]
 
 
 def sub_jaxprs(eqn: Any) -> Sequence[SubJaxpr]:
@@ -309,12 +309,12 @@ class Block:
     @functools.cached_property
     def last_uses(self) -> list[list[Any]]:
         """For each equation, the variables that no later equation reads and the block does not return."""
-        seen = {v for v in self.jaxpr.outvars if not isinstance(v, compat.Literal)}
+        live = {v for v in self.jaxpr.outvars if not isinstance(v, compat.Literal)}
         dead: list[list[Any]] = []
         for site in reversed(self.eqns):
             used = {v for v in (*site.invars, *site.outvars) if not isinstance(v, compat.Literal)}
-            dead.append([v for v in used if v not in seen])
-            seen |= used
+            dead.append([v for v in used if v not in live])
+            live |= used
         return dead[::-1]
 
     def places(self) -> Iterator[Site]:
@@ -370,8 +370,8 @@ def not_entered(sites: Iterable[Site], evaluated: bool = False) -> tuple[str, ..
         sites: The equations, with those of the sub-jaxprs that the tool enters.
         evaluated: Whether the tool evaluates them, so that it sees only the results of a kernel or a solve.
     """
-    found = ((site.label, hidden(site.eqn) or (evaluated and _as_a_whole(site.eqn))) for site in sites)
-    return tuple(dict.fromkeys(f"{place}: {why}" for place, why in found if why))
+    reasons = ((site.label, hidden(site.eqn) or (evaluated and _as_a_whole(site.eqn))) for site in sites)
+    return tuple(dict.fromkeys(f"{place}: {why}" for place, why in reasons if why))
 
 
 def _as_a_whole(eqn: Any) -> str:
@@ -424,8 +424,8 @@ def _add_transposes(jaxpr: Any, owners: dict[int, str]) -> None:
             for v in inputs if id(eqn) in owners else ():
                 readers.setdefault((v, name), {})[owners[id(eqn)]] = None
         elif id(eqn) not in owners:
-            for found in filter(None, (readers.get((v, name)) for v in inputs)):
-                path, *others = found
+            for owned in filter(None, (readers.get((v, name)) for v in inputs)):
+                path, *others = owned
                 owners[id(eqn)] = functools.reduce(_common, others, path)
                 break
 
@@ -437,7 +437,7 @@ def _module(name: str) -> str:
         >>> _module("[0][0].layers[0].weight"), _module("[0][0]['w']"), _module("[0][1]['x']['y']")
         ('layers/0', '', '')
     """
-    keys = ["".join(found) for found in _KEYS.findall(name)]
+    keys = ["".join(groups) for groups in _KEYS.findall(name)]
     return "/".join(keys[2:-1]) if keys[:2] == ["0", "0"] else ""
 
 

@@ -104,9 +104,9 @@ def split_scopes(module: str) -> list[str]:
 
 def traceback_line(error: BaseException) -> str:
     """The user's line that an error comes from, as `file.py:12`; empty if there is none."""
-    found = ""
+    latest = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         if not file.startswith((_PACKAGE, _JAX)):
-            found = f"{os.path.basename(file)}:{line}"
-    return found
+            latest = f"{os.path.basename(file)}:{line}"
+    return latest

@@ -79,11 +79,11 @@ def matmul(
     if compat.under_jet():
         return primitive.bind(*halves, **params)
     rest = halves[2:]
-    known = [
+    factors = [
         staging.bind(detached, (h,) if h is x else (h, x), {}, [jax.typeof(h)])
         for h, x in zip(halves, operands, strict=False)
     ]
-    out = staging.bind(primitive, [*known, *rest], params, avals)
+    out = staging.bind(primitive, [*factors, *rest], params, avals)
     of_result = {**params, "matmul": primitive, "half": np.dtype(out.dtype), "wide": wide}
     return staging.bind(result, [out, *compat.vary_like(out, operands), *rest], of_result, [jax.typeof(out)])
 
@@ -202,21 +202,21 @@ def _tangent_transpose(
         return [None] * len(operands)
     which = 0 if ad.is_undefined_primal(operands[0]) else 1
     aval = operands[which].aval
-    known = [x if ad.is_undefined_primal(x) else _half_copy(x, half) for x in operands[:2]]
-    known += operands[2:]
+    factors = [x if ad.is_undefined_primal(x) else _half_copy(x, half) for x in operands[:2]]
+    factors += operands[2:]
     gradient = None
     if aval.dtype != half and wide:
         params["preferred_element_type"] = aval.dtype
         gradient = _gradient_of(matmul, which, half, aval, params)
     if gradient is None:
-        found = compat.bilinear_transpose(matmul, ct, known, which, params)
+        transposed = compat.bilinear_transpose(matmul, ct, factors, which, params)
     else:
-        sharding = compat.explicit_cotangent_sharding(matmul, ct, known, which, params)
-        found = gradient(known[1 - which], ct, aval, params, sharding)
-    if found.dtype != aval.dtype:
-        found = lax.convert_element_type(found, aval.dtype)
-    found = compat.with_weak_type(found, aval)
-    return [found if i == which else None for i in range(len(operands))]
+        sharding = compat.explicit_cotangent_sharding(matmul, ct, factors, which, params)
+        transposed = gradient(factors[1 - which], ct, aval, params, sharding)
+    if transposed.dtype != aval.dtype:
+        transposed = lax.convert_element_type(transposed, aval.dtype)
+    transposed = compat.with_weak_type(transposed, aval)
+    return [transposed if i == which else None for i in range(len(operands))]
 
 
 def _gradient_of(matmul: Any, which: int, half: Any, aval: Any, params: dict[str, Any]) -> Callable[..., Any] | None:
@@ -281,22 +281,22 @@ def dot_gradient(
     # The order of the result's dimensions, in terms of the operand's.
     first, last = [*own_batch, *contracted, *others], [*own_batch, *others, *contracted]
     order = last if last == sorted(last) else first
-    kept = {name: params[name] for name in ("precision", "preferred_element_type")}
-    kept["out_sharding"] = compat.transposed(sharding, order)
+    options = {name: params[name] for name in ("precision", "preferred_element_type")}
+    options["out_sharding"] = compat.transposed(sharding, order)
     if order is last:
-        found = dot(ct, other, ((of_ct[0], of_other[0]), (of_ct[1], of_other[1])), **kept)
+        gradient = dot(ct, other, ((of_ct[0], of_other[0]), (of_ct[1], of_other[1])), **options)
     else:
-        found = dot(other, ct, ((of_other[0], of_ct[0]), (of_other[1], of_ct[1])), **kept)
-    return found if order == sorted(order) else lax.transpose(found, [order.index(d) for d in range(aval.ndim)])
+        gradient = dot(other, ct, ((of_other[0], of_ct[0]), (of_other[1], of_ct[1])), **options)
+    return gradient if order == sorted(order) else lax.transpose(gradient, [order.index(d) for d in range(aval.ndim)])
 
 
-def _dot(x: Any, y: Any, dimensions: Any, **kept: Any) -> Any:
+def _dot(x: Any, y: Any, dimensions: Any, **options: Any) -> Any:
     """A `dot_general`, rewritten where required to multiply matrices and contract the rows of both."""
     if not compat.contracts_rows(x.dtype):
-        return lax.dot_general(x, y, dimensions, **kept)
-    if kept["out_sharding"] is not None:  # Explicit axes restrict the reshapes below.
-        x, y = (lax.convert_element_type(z, kept["preferred_element_type"]) for z in (x, y))
-        return lax.dot_general(x, y, dimensions, **kept)
+        return lax.dot_general(x, y, dimensions, **options)
+    if options["out_sharding"] is not None:  # Explicit axes restrict the reshapes below.
+        x, y = (lax.convert_element_type(z, options["preferred_element_type"]) for z in (x, y))
+        return lax.dot_general(x, y, dimensions, **options)
     (contract, batch) = dimensions
 
     def matrix(z: Any, rows: Sequence[int], along: Sequence[int]) -> tuple[Any, list[int]]:
@@ -307,8 +307,8 @@ def _dot(x: Any, y: Any, dimensions: Any, **kept: Any) -> Any:
 
     (left, of_left), (right, of_right) = (matrix(*each) for each in zip((x, y), contract, batch, strict=True))
     n = len(batch[0])
-    found = lax.dot_general(left, right, (((n,), (n,)), (tuple(range(n)),) * 2), **kept)
-    return found.reshape(*left.shape[:n], *of_left, *of_right)
+    product = lax.dot_general(left, right, (((n,), (n,)), (tuple(range(n)),) * 2), **options)
+    return product.reshape(*left.shape[:n], *of_left, *of_right)
 
 
 def _result_transpose(ct: Any, out: Any, *operands: Any, matmul: Any, **params: Any) -> Sequence[Any]:
@@ -354,8 +354,8 @@ def _result_batch(args: Sequence[Any], dims: Sequence[Any], *, matmul: Any, half
         return _native(operands, dims, matmul, half, params)
     operands, params, dim, folded = batched
     out = jnp.moveaxis(out, out_dim, dim)
-    found = result.bind(_fold(out, dim, folded), *operands, matmul=matmul, half=half, **params)
-    return found.reshape(out.shape) if folded else found, dim
+    out_batch = result.bind(_fold(out, dim, folded), *operands, matmul=matmul, half=half, **params)
+    return out_batch.reshape(out.shape) if folded else out_batch, dim
 
 
 def _tangent_batch(args: Sequence[Any], dims: Sequence[Any], *, matmul: Any, half: Any, **params: Any) -> Any:
@@ -363,8 +363,8 @@ def _tangent_batch(args: Sequence[Any], dims: Sequence[Any], *, matmul: Any, hal
     if batched is None:
         return _native(args, dims, matmul, half, params)
     operands, params, dim, folded = batched
-    found = tangent.bind(*operands, matmul=matmul, half=half, **params)
-    return _unfold(found, dim, folded) if folded else found, dim
+    out = tangent.bind(*operands, matmul=matmul, half=half, **params)
+    return _unfold(out, dim, folded) if folded else out, dim
 
 
 def _native(operands: Sequence[Any], dims: Sequence[Any], matmul: Any, half: Any, params: dict[str, Any]) -> Any:

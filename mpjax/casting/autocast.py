@@ -36,7 +36,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclasses.dataclass
-class Program:
+class TracedCall:
     """A traced function: its jaxpr, the arrays it was called with, and how to rebuild its result."""
 
     jaxpr: Any
@@ -50,7 +50,7 @@ def is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
-def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], half: np.dtype | None) -> Program:
+def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], half: np.dtype | None) -> TracedCall:
     """Traces a call. Arguments and results that are not arrays stay outside the program.
 
     Args:
@@ -92,7 +92,7 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
         rest = iter(results)
         return jax.tree.unflatten(out["tree"], [next(rest) if leaf is _ARRAY else leaf for leaf in out["leaves"]])
 
-    return Program(jaxpr, arrays, [jax.tree_util.keystr(leaves[i][0]) for i in where], rebuild)
+    return TracedCall(jaxpr, arrays, [jax.tree_util.keystr(leaves[i][0]) for i in where], rebuild)
 
 
 _ARRAY = object()  # in place of an array in a result
@@ -107,7 +107,7 @@ def _needs_a_value(fun: Callable[..., Any], error: Exception) -> str:
     )
 
 
-def plan_program(program: Program, setting: Setting, with_owners: bool = False) -> Plan:
+def plan_program(program: TracedCall, setting: Setting, with_owners: bool = False) -> Plan:
     """The plan of a traced function: inputs are castable, outputs are returned in float32.
 
     Args:
@@ -128,7 +128,7 @@ def plan_program(program: Program, setting: Setting, with_owners: bool = False) 
     return plan_jaxpr(jaxpr, ins, wanted, dataclasses.replace(setting, plans_rules=True))
 
 
-def run_program(program: Program, planned: Plan) -> Any:
+def run_program(program: TracedCall, planned: Plan) -> Any:
     """Runs a planned function on the arrays it was traced with."""
     outs = run_closed(planned, program.jaxpr, values_of(program.arrays, planned.ins, planned.setting.half))
     storages = [TRACED if x is None else FULL for x in planned.outs]
@@ -299,11 +299,11 @@ def autocast_of(fun: Callable[..., Any]) -> Autocast | None:
     Sees through methods and through JAX's wrappers that pass their arguments on: `jit`, `grad`, `checkpoint`.
     """
     if isinstance(fun, types.MethodType):
-        found = autocast_of(fun.__func__)
-        return found and found._replace(fun=types.MethodType(found.fun, fun.__self__))
-    found = getattr(fun, _ATTRIBUTE, None)
-    if found is not None and found.wrapped is fun:  # `functools.wraps` copies attributes.
-        return found
+        record = autocast_of(fun.__func__)
+        return record and record._replace(fun=types.MethodType(record.fun, fun.__self__))
+    record = getattr(fun, _ATTRIBUTE, None)
+    if record is not None and record.wrapped is fun:  # `functools.wraps` copies attributes.
+        return record
     is_jax = isinstance(fun, jax.stages.Wrapped) or getattr(fun, "__code__", None) in _JAX_WRAPPERS
     return autocast_of(fun.__wrapped__) if is_jax and hasattr(fun, "__wrapped__") else None
 
@@ -326,17 +326,17 @@ def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, An
 
 def planned_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Plan:
     """The plan of a call of an autocast function; for any other function, the plan that autocast would make."""
-    found = autocast_of(fun) or Autocast(fun, fun, get_policy("mixed_float16"), None)
-    setting = setting_of(found.policy, found.rules)
+    record = autocast_of(fun) or Autocast(fun, fun, get_policy("mixed_float16"), None)
+    setting = setting_of(record.policy, record.rules)
     if setting is None:
-        dtype = found.policy.compute_dtype
-        raise ValueError(f"explain: the policy {found.policy} computes in {dtype}, so autocast has no plan.")
-    call, args, kwargs, _ = functional(found.fun, args, kwargs)
+        dtype = record.policy.compute_dtype
+        raise ValueError(f"explain: the policy {record.policy} computes in {dtype}, so autocast has no plan.")
+    call, args, kwargs, _ = functional(record.fun, args, kwargs)
     setting = dataclasses.replace(setting, plans_rules=True)
-    return plan_program(trace(call, args, kwargs, setting.half), setting, with_owners=call is found.fun)
+    return plan_program(trace(call, args, kwargs, setting.half), setting, with_owners=call is record.fun)
 
 
-def traced_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> Program:
+def traced_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> TracedCall:
     """The traced program of a call as it runs, with the casts of any autocast inside."""
     call, args, kwargs, _ = functional(fun, args, kwargs)
     return trace(call, args, kwargs, None)

@@ -146,9 +146,9 @@ def closed_over(jaxpr: Any, eqn: Any) -> Sequence[Any]:
     """The variables of an open jaxpr that the rules of one of its equations close over."""
     if _key(eqn.params) is None:
         return ()
-    found = map(compat.variable_of, rules_of(jaxpr, eqn).consts)
+    variables = map(compat.variable_of, rules_of(jaxpr, eqn).consts)
     here = _variables(jaxpr)
-    return [v for v in found if v is not None and v in here]
+    return [v for v in variables if v is not None and v in here]
 
 
 def closes_over_tracers(jaxpr: Any, eqn: Any) -> bool:
@@ -168,12 +168,12 @@ def _variables(jaxpr: Any) -> frozenset[Any]:
 
 def trace_live() -> dict[int, DerivativeRules]:
     """The rules of the equations traced so far in the current trace."""
-    found: dict[int, DerivativeRules] = {}
+    rules: dict[int, DerivativeRules] = {}
     for params, invals, outvals in compat.live_equations((_JVP, _VJP)):
         key = _key(params)
         assert key is not None
-        found[key] = _trace_or_defer(params, invals, outvals)
-    return found
+        rules[key] = _trace_or_defer(params, invals, outvals)
+    return rules
 
 
 def remember(jaxpr: Any, rules: dict[int, DerivativeRules]) -> None:

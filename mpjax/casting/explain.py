@@ -89,23 +89,21 @@ def _planned(plan: Plan, around: Site | None = None, recomputed: bool = False, r
 def _left_alone(site: Site, step: Step, *rest: Any) -> Iterator[_Planned]:
     """The equations inside an equation that runs as traced."""
     for inner in sub_jaxprs(step.eqn):
-        for found in walk(inner.jaxpr, site):
-            eqn = found.eqn
+        for inner_site in walk(inner.jaxpr, site):
+            eqn = inner_site.eqn
             reads, outs = (FULL,) * len(eqn.invars), (None,) * len(eqn.outvars)
-            yield _Planned(found, Step(eqn, Action.BIND, reads, outs, step.why, step.listing), *rest)
+            yield _Planned(inner_site, Step(eqn, Action.BIND, reads, outs, step.why, step.listing), *rest)
 
 
 def rows_of(plan: Plan) -> tuple[Row, ...]:
     """The rows of a plan. Equations of one source line that were planned the same way share a row."""
     merged: dict[Row, list[int]] = {}
-    for found in _planned(plan):
-        if _silent(found.step):
+    for each in _planned(plan):
+        if _silent(each.step):
             continue
-        total = merged.setdefault(_row(found), [0, 0])
-        total[0] += found.site.times
-        total[1] += found.site.flops or (
-            is_unknown(found.site.eqn) and found.site.times * unknown_flops(found.site.eqn)
-        )
+        total = merged.setdefault(_row(each), [0, 0])
+        total[0] += each.site.times
+        total[1] += each.site.flops or (is_unknown(each.site.eqn) and each.site.times * unknown_flops(each.site.eqn))
     for site, why in _unfused(plan):
         dtypes = (site.eqn.invars[0].aval.dtype.name,)
         row = Row(
@@ -125,13 +123,13 @@ def _unfused(plan: Plan, around: Site | None = None) -> Iterator[tuple[Site, str
                 yield from _unfused(inner, site_of(step.eqn, around, plan.setting.owners))
 
 
-def _row(found: _Planned) -> Row:
+def _row(planned: _Planned) -> Row:
     """The row of an equation, without its counts."""
-    site, step = found.site, found.step
+    site, step = planned.site, planned.step
     ins = zip(site.eqn.invars, step.reads, strict=True)
     outs = zip(site.eqn.outvars, map(storage_of, step.outs), strict=True)
     dtypes_in, dtypes_out = (
-        tuple(_dtype(v, storage, found.half) for v, storage in pairs if _float(v)) for pairs in (ins, outs)
+        tuple(_dtype(v, storage, planned.half) for v, storage in pairs if _float(v)) for pairs in (ins, outs)
     )
     listed, why = step.listing.op.value, step.why or step.listing.op.value
     if _kept(step) and site.name not in MATMULS:
@@ -139,8 +137,8 @@ def _row(found: _Planned) -> Row:
     if step.float8 is not None and step.float8.dtypes:
         dtypes_in = tuple(dtype.name for dtype in step.float8.dtypes)
     return Row(
-        site.path, site.source, site.name, 0, 0, (found.half,) if step.broadcast else dtypes_in, dtypes_out, listed,
-        why, found.recomputed, bool(found.rule), found.phase,
+        site.path, site.source, site.name, 0, 0, (planned.half,) if step.broadcast else dtypes_in, dtypes_out, listed,
+        why, planned.recomputed, bool(planned.rule), planned.phase,
     )  # fmt: skip
 
 
@@ -165,4 +163,4 @@ def _dtype(v: Any, storage: Storage, half: str) -> str:
 
 def unseen_of(plan: Plan) -> tuple[str, ...]:
     """Operations of a plan whose work the program does not show (callbacks, kernels of other libraries), and why."""
-    return not_entered(found.site for found in _planned(plan))
+    return not_entered(each.site for each in _planned(plan))

@@ -132,10 +132,10 @@ class Inference:
 
     def used(self, eqn: Any) -> Use:
         """The union of the uses of an equation's outputs."""
-        found = Use.NONE
+        use = Use.NONE
         for v in eqn.outvars:
-            found = found | self.use(v)
-        return found
+            use = use | self.use(v)
+        return use
 
     def only_half(self, eqn: Any) -> bool:
         """Whether every consumer of an equation's outputs reads them in half."""
@@ -243,12 +243,12 @@ class Inference:
         is_matmul = eqn.primitive.name in MATMULS and eqn.primitive is not ATTENTION
         if not is_matmul or self.setting.rules.weight_gradients == "half":
             return ()
-        found = []
+        indices = []
         for i, v in enumerate(eqn.invars[:2]):
             value = None if isinstance(v, compat.Literal) else self.value(v)
             if value is not None and value.storage == FULL and castable(value):
-                found.append(i)
-        return tuple(found)
+                indices.append(i)
+        return tuple(indices)
 
     def _wide_gradients(self, eqn: Any) -> bool:
         """Whether a matmul or convolution can write the gradient of a parameter in float32."""
@@ -274,26 +274,26 @@ def _counts_of(step: Step) -> MatmulCounts:
     entries = frozenset(() if step.listing.entry is None else (step.listing.entry,))
     if step.float8 is not None and step.float8.entry is not None:
         entries |= {step.float8.entry}
-    found = MatmulCounts(left=int(hides), entries=entries)
+    counts = MatmulCounts(left=int(hides), entries=entries)
     if left_alone:
-        found += MatmulCounts(
+        counts += MatmulCounts(
             left=sum(_is_float32_matmul(site.eqn) for j in sub_jaxprs(step.eqn) for site in walk(j.jaxpr))
         )
     for inner in (*step.plans, *step.rules):
-        found += inner.counts
-    loops = found.loops | {""} if step.listing == UNTIL_TOLERANCE else found.loops
+        counts += inner.counts
+    loops = counts.loops | {""} if step.listing == UNTIL_TOLERANCE else counts.loops
     if "" in loops:  # JAX's own functions have no line, but their callers do.
         line = source_line(step.eqn, in_layer=False)
-        found = dataclasses.replace(found, loops=loops - {""} | {line})
+        counts = dataclasses.replace(counts, loops=loops - {""} | {line})
     if is_matmul:
         if step.half:
-            found += MatmulCounts(cast=1)
+            counts += MatmulCounts(cast=1)
         elif all(v.aval.dtype in HALF_DTYPES for v in step.eqn.invars[:2]):
             by_region = step.listing.region in IN_HALF  # half_function cast their operands.
-            found += MatmulCounts(cast=1) if by_region else MatmulCounts(written=1)
+            counts += MatmulCounts(cast=1) if by_region else MatmulCounts(written=1)
         elif _is_float32_matmul(step.eqn):
-            found += MatmulCounts(left=1)
-    return found
+            counts += MatmulCounts(left=1)
+    return counts
 
 
 def _is_float32_matmul(eqn: Any) -> bool:
@@ -430,7 +430,7 @@ def _move(inference: Inference, eqn: Any, listing: Listing) -> Step:
     outs = [v for v in eqn.outvars if tracked(v)]
     if len(moved) != 1 and len(moved) != len(outs):
         return _deny(inference, eqn, listing)
-    if primitive(eqn.primitive.name).sends and inference.only_half(eqn):
+    if primitive(eqn.primitive.name).communicates and inference.only_half(eqn):
         value = inference.value(moved[0])
         assert value is not None
         if value.storage == FULL and castable(value) and inference.setting.rules.weight_gradients != "half":

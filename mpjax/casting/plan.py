@@ -88,8 +88,8 @@ class Step:
     @property
     def backward(self) -> Plan | None:
         """The plan of its backward rule."""
-        found: tuple[Any, Plan] | None = getattr(self.inner, "backward", None)
-        return found and found[1]
+        pair: tuple[Any, Plan] | None = getattr(self.inner, "backward", None)
+        return pair and pair[1]
 
 
 def is_left_alone(step: Step) -> bool:

@@ -143,8 +143,8 @@ class Rules:
     @property
     def entries(self) -> tuple[tuple[Entry, Op], ...]:
         """Every entry with its list, in the order in which they are tried."""
-        found = [(entry, op) for name, op in _LISTS for entry in getattr(self, name)]
-        return tuple(sorted(found, key=lambda pair: _rank(pair[0])))
+        pairs = [(entry, op) for name, op in _LISTS for entry in getattr(self, name)]
+        return tuple(sorted(pairs, key=lambda pair: _rank(pair[0])))
 
     @property
     def reads_scopes(self) -> bool:
@@ -213,11 +213,11 @@ def _check_choice(field: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def _check_overlap(rules: Rules) -> None:
-    seen: dict[Any, str] = {}
+    list_of: dict[Any, str] = {}
     for name, _ in _LISTS:
         for entry in getattr(rules, name):
-            if seen.setdefault(entry, name) != name:
+            if list_of.setdefault(entry, name) != name:
                 raise ValueError(
-                    f"Rules: {entry!r} is in both {seen[entry]!r} and {name!r}; leave it in one. "
+                    f"Rules: {entry!r} is in both {list_of[entry]!r} and {name!r}; leave it in one. "
                     "(`rules.add(...)` moves an entry.)"
                 )

@@ -31,11 +31,11 @@ def residual_additions(jaxpr: Any) -> frozenset[Any]:
         if _adds_arrays(eqn):
             additions.append((eqn.outvars[0], read))
             continued |= read
-    found: set[Any] = set()
+    stream: set[Any] = set()
     for out, read in additions:
-        if any(readers[v] > 1 for v in read) and (out in continued or not found.isdisjoint(read)):
-            found.add(out)
-    return frozenset(found)
+        if any(readers[v] > 1 for v in read) and (out in continued or not stream.isdisjoint(read)):
+            stream.add(out)
+    return frozenset(stream)
 
 
 def _adds_arrays(eqn: Any) -> bool:

@@ -135,9 +135,9 @@ def _ends_in_a_product(eqn: Any, out: Use) -> bool:
 def _of_operands(eqn: Any, outs: Sequence[Use], listing: Listing, setting: Setting) -> Sequence[Use]:
     if listing.op is Op.ENTER:
         inside = setting.inside(eqn, listing.region)
-        found = setting.higher_order[eqn.primitive.name].uses(eqn, tuple(outs), inside)
+        inner = setting.higher_order[eqn.primitive.name].uses(eqn, tuple(outs), inside)
         # A sub-jaxpr receives all operands, including those that it does not read.
-        return [Use.READ | use for use in found]
+        return [Use.READ | use for use in inner]
     use = _of_operand(listing, outs)
     if eqn.primitive is ATTENTION and listing.op is Op.ALLOW:
         biases = eqn.params["options"].biases

@@ -18,7 +18,7 @@ from mpjax._jaxpr.host import in_host_memory
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Probe, is_half, widened
 from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.program import Site, lay_out, owners_of, walk
-from mpjax.casting.autocast import Program, autocast, functional, trace
+from mpjax.casting.autocast import TracedCall, autocast, functional, trace
 from mpjax.casting.rules import Rules
 from mpjax.loss_scale import static_loss_scale, value_and_grad
 from mpjax.loss_scale.state import LossScaleState, find_loss_scale_state
@@ -28,7 +28,7 @@ from mpjax.modules.scopes import named_modules
 from mpjax.policy import is_castable
 
 
-def trace_to_run(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
+def trace_to_run(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> TracedCall:
     """Traces a call that will be run. Its arguments must be arrays, not shapes."""
     call, pure_args, pure_kwargs, _ = functional(fun, args, kwargs)
     program = trace(call, pure_args, pure_kwargs, None)
@@ -43,7 +43,7 @@ def trace_to_run(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwar
     return program
 
 
-def argument_names(program: Program, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+def argument_names(program: TracedCall, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
     """The tree paths of a program's arguments in `(args, kwargs)`, including those of NNX objects that were split."""
     if not contains_nnx_object((args, kwargs)):
         return list(program.names)
@@ -145,7 +145,7 @@ class Loss:
 
         return gradient
 
-    def traced_at_any_scale(self, caller: str, args: Sequence[Any]) -> tuple[Program, int, list[str]]:
+    def traced_at_any_scale(self, caller: str, args: Sequence[Any]) -> tuple[TracedCall, int, list[str]]:
         """The gradient's program, the position of the loss scale in its arguments, and the gradients' tree paths."""
         names: list[str] = []
         program = trace_to_run(caller, self.gradient_at_any_scale(names), args, {"mpjax_loss_scale": np.float32(1)})

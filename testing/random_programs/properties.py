@@ -17,7 +17,7 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 import mpjax
-from mpjax.casting.autocast import Program, autocast_of, plan_program, run_program, setting_of
+from mpjax.casting.autocast import TracedCall, autocast_of, plan_program, run_program, setting_of
 from mpjax.casting.autocast import trace as trace_to_plan
 from mpjax.casting.plan import Plan
 from mpjax.inspection.explanation import Explanation, explanation
@@ -389,7 +389,7 @@ class Subject:
 
     def __init__(self, case: Case, args: Any = None):
         self.args = case.arguments() if args is None else args
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[Any, TracedCall] = {}
         self.fun = TRANSFORMS[case.transform](case.program(), lambda fun: fun)
         try:
             with case.on_mesh():
@@ -401,7 +401,7 @@ class Subject:
         if self.plain.leaks:
             raise Rejected("a rule closes over a differentiated value; JAX leaves a tracer in the program")
 
-    def program(self, half: Any) -> Program:
+    def program(self, half: Any) -> TracedCall:
         """The program as autocast traces it for a half dtype, if autocast is outside the transformation."""
         if half not in self._programs:
             with warnings.catch_warnings():

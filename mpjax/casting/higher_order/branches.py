@@ -51,17 +51,17 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     return enter(eqn, listing, outs, Inner(plans, convention_of(inference, eqn, storages)))
 
 
-def _agreed(found: Sequence[Inferred | None], use: Use) -> Inferred | None:
+def _agreed(of_branches: Sequence[Inferred | None], use: Use) -> Inferred | None:
     """The inferred dtype of an output that all branches share, given that of each branch."""
-    known = [x for x in found if x is not None]
-    if not known:
+    floats = [x for x in of_branches if x is not None]
+    if not floats:
         return None
-    level = known[0].level
-    for x in known[1:]:
+    level = floats[0].level
+    for x in floats[1:]:
         level = join(level, x.level)
     if level != Level.HALF:
         return Inferred(level, FULL)
-    storage = HALF if all(x.storage == HALF for x in known) else FULL
+    storage = HALF if all(x.storage == HALF for x in floats) else FULL
     return at_boundary(Inferred(level, storage), use)
 
 

@@ -45,11 +45,11 @@ _Issue = Callable[[Any, Inner, Callable[..., Any], Sequence[Any]], Sequence[Any]
 
 def uses_of_call(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
     """The uses of a call's operands."""
-    found = uses(compat.call_jaxpr(eqn.params), outs, setting).inputs
+    of_operands = uses(compat.call_jaxpr(eqn.params), outs, setting).inputs
     if len(outs) == 1 and outs[0] & Use.HALF and follows_one_value(eqn):
         # A function of one activation, such as silu: its operand is half too, if nothing inside needs float32.
-        return [use | Use.HALF if use & Use.MAY_HALF and not use & Use.FLOAT else use for use in found]
-    return found
+        return [use | Use.HALF if use & Use.MAY_HALF and not use & Use.FLOAT else use for use in of_operands]
+    return of_operands
 
 
 def _one_sub_jaxpr(

@@ -83,7 +83,7 @@ class WithRules:
 
     @property
     def ins(self) -> list[Inferred | None]:
-        """The inferred dtypes of the operands as delivered."""
+        """The inferred dtypes of the operands as they are passed."""
         return [
             x if x is None else Inferred(Level.HALF if storage == HALF else x.level, storage)
             for x, (_, storage) in zip(self.plan.ins, self.convention, strict=True)
@@ -163,10 +163,10 @@ def _run_rule(planned: Plan, consts: Sequence[Any], arrays: Sequence[Any], close
         closed: The arrays of those variables.
     """
     half = planned.setting.half
-    found = [closed.get(compat.variable_of(const), const) for const in consts]
+    constants = [closed.get(compat.variable_of(const), const) for const in consts]
     count = len(planned.invars) - len(arrays)
-    values = values_of([*found[:count], *arrays], planned.ins, half)
-    return run(planned, found[count:], values)
+    values = values_of([*constants[:count], *arrays], planned.ins, half)
+    return run(planned, constants[count:], values)
 
 
 def _wanted(entered: WithRules) -> list[Use | None]:
@@ -254,12 +254,12 @@ def _plan_forward(rule: VjpRule, entered: WithRules, params: dict[str, Any]) -> 
 
 def _residuals(rule: VjpRule, entered: WithRules, forward: Plan) -> list[Inferred | None]:
     """The inferred dtypes of the residuals that are arrays, as stored."""
-    made, found = iter(forward.outs), []
+    made, stored = iter(forward.outs), []
     for residual in rule.residuals:
         x = next(made) if residual.operand is None else entered.ins[residual.operand]
         if residual.scalar is None:
-            found.append(x)
-    return found
+            stored.append(x)
+    return stored
 
 
 def _plan_backward(
@@ -334,11 +334,11 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan) -> Sequence[Any
         closed = dict(zip(step.closures, extra, strict=True))
         results = iter(_run_rule(planned, compat.open_jaxpr(backward.jaxpr).consts, taken, closed))
         ins = [storage_of(x) for x in entered.ins[num_consts:]]
-        found = [
+        gradients = [
             None if zero else _array(next(results), storage) for storage, zero in zip(ins, backward.zeros, strict=True)
         ]
         logs = jax.tree.unflatten(backward.logs, [_array(x, FULL) for x in results])
-        return (*found, *(None for _ in extra)), logs
+        return (*gradients, *(None for _ in extra)), logs
 
     # Symbolic zeros also for a rule without: they say which operands are differentiated.
     rewritten = compat.custom_vjp(fun, fwd, bwd, symbolic_zeros=True)

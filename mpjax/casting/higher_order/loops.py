@@ -71,19 +71,19 @@ def _uses_fixed_point(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> tupl
         outs = tuple(out | use for out, use in zip(outs, of_carry, strict=True))
     wanted, end = outs, body.consts + body.carry
     while True:
-        found = uses(body.jaxpr, wanted, setting)
-        carry = found.inputs[body.consts : end]
+        of_body = uses(body.jaxpr, wanted, setting)
+        carry = of_body.inputs[body.consts : end]
         wider = tuple(a | b for a, b in zip(wanted, carry, strict=False)) + wanted[body.carry :]
         if wider == wanted:
-            return wanted, found
+            return wanted, of_body
         wanted = wider  # Uses only grow, so this ends.
 
 
 def _uses(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
     condition, body = _condition_and_body(eqn)
-    wanted, found = _uses_fixed_point(eqn, outs, setting)
+    wanted, of_body = _uses_fixed_point(eqn, outs, setting)
     consts = _uses_of_condition(condition, setting)[: condition.consts] if condition else ()
-    inputs = list(found.inputs)
+    inputs = list(of_body.inputs)
     for i, use in enumerate(wanted[: body.carry], body.consts):
         inputs[i] = use.without(Use.RETURNED) | (inputs[i] if condition is None else Use.NONE)
     return [*consts, *inputs]

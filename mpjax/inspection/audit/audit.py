@@ -15,7 +15,7 @@ from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import is_float
 from mpjax._jaxpr.program import Site, not_entered, owners_of, walk
 from mpjax._jaxpr.source import BACKWARD, FORWARD
-from mpjax.casting.autocast import Program, traced_call
+from mpjax.casting.autocast import TracedCall, traced_call
 from mpjax.casting.regions import attention_trial
 from mpjax.inspection.audit.communication import Collective, collectives_of_call, device_count
 from mpjax.inspection.audit.dataflow import Flow, Value, flow_of, residuals_of
@@ -122,7 +122,7 @@ def _communication(
         return None, [f"communication is not known, because the program can't be compiled here: {reason(error)}"]
 
 
-def _residuals(program: Program, flow: Flow, sites: list[Site]) -> tuple[list[Value] | None, list[str]]:
+def _residuals(program: TracedCall, flow: Flow, sites: list[Site]) -> tuple[list[Value] | None, list[str]]:
     """What is kept for the backward pass. For a function without a backward pass, its gradient is traced."""
     if any(site.phase != FORWARD for site in sites):
         return list(residuals_of(flow)), []
@@ -153,7 +153,7 @@ def _scores(fun: Callable[..., Any], args: Any, kwargs: Any, residuals: list[Val
     return sum((kept - needed).elements())
 
 
-def _gradient(program: Program) -> Callable[..., Any] | None:
+def _gradient(program: TracedCall) -> Callable[..., Any] | None:
     """The gradient of a traced function with respect to its first argument.
 
     If the first result is a scalar, it is the loss and the other results are auxiliary. Otherwise all results count.

@@ -18,7 +18,7 @@ from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Instrumented, Key,
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.program import NOBODY, Block, Owners, Site, lay_out, owners_of, walk
 from mpjax._jaxpr.source import BACKWARD, FORWARD
-from mpjax.casting.autocast import Program
+from mpjax.casting.autocast import TracedCall
 from mpjax.inspection.gradient import argument_name, trace_to_run
 from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite_but
 from mpjax.inspection.nonfinite.provenance import CodeProbe, Provenance, WatchProbe, code_of, first_fault, watched
@@ -82,7 +82,7 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     return dataclasses.replace(found, result=bad[0] if bad else None)
 
 
-def _result_names(program: Program) -> list[str]:
+def _result_names(program: TracedCall) -> list[str]:
     """The tree paths of a program's results, as `result[0]['w']`."""
     marks = [object() for _ in compat.open_jaxpr(program.jaxpr).jaxpr.outvars]
     leaves = jax.tree_util.tree_leaves_with_path(program.rebuild(marks))
@@ -100,7 +100,7 @@ class _Watched(NamedTuple):
 class _Examined:
     """A program laid out. Its leaves are its arguments, followed by the arrays that it closes over."""
 
-    def __init__(self, traced: Program, owners: Owners = NOBODY, eager: bool = False):
+    def __init__(self, traced: TracedCall, owners: Owners = NOBODY, eager: bool = False):
         self.eager = eager  # whether most of its operations are compiled already
         self.block = lay_out(traced.jaxpr, owners=owners)
         self.names, self.leaves = traced.names, [*traced.arrays, *self.block.consts]
