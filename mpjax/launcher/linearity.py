@@ -18,7 +18,7 @@ import numpy as np
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import Op, Saves, primitive
 from mpjax._jaxpr.program import sub_jaxprs
-from mpjax.casting.derivative_rules import traced_rules_of
+from mpjax.casting.derivative_rules import rules_of
 
 
 class _In(enum.IntEnum):
@@ -41,7 +41,7 @@ def nonlinear_rule(jaxpr: Any) -> str:
     opened = compat.open_jaxpr(jaxpr).jaxpr
     for eqn in opened.eqns:
         if "bwd" in eqn.params:
-            rules = traced_rules_of(opened, eqn)
+            rules = rules_of(opened, eqn, traced=True)
             if (
                 rules.vjp is None
                 or rules.backward is None
