@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
-from mpjax._jaxpr import compat
+from mpjax._jaxpr import compat, float8
 from mpjax._jaxpr.evaluator import bind, cond, evaluate, scan, shard_map, while_loop
 from mpjax._jaxpr.host import bind_on_host, in_host_memory
 from mpjax._jaxpr.primitives import Op, primitive
@@ -347,6 +347,12 @@ def is_half(x: Any) -> bool:
     return compat.is_shaped(aval) and aval.dtype in HALF_DTYPES
 
 
+def is_low(x: Any) -> bool:
+    """Whether a value or a variable is a float16, bfloat16 or float8 array."""
+    aval = getattr(x, "aval", None) or jax.typeof(x)
+    return is_half(x) or (compat.is_shaped(aval) and aval.dtype.name.startswith("float8"))
+
+
 def widened(x: Any) -> Any:
     """A half array cast to float32; any other value unchanged."""
     if not is_half(x):
@@ -365,21 +371,33 @@ def bound(eqn: Any, arrays: Sequence[Any], wide: bool) -> list[Any]:
 
 
 def bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Evaluates an equation with float32 in place of half. The arrays may have either dtype."""
+    """Evaluates an equation with float32 in place of half. The arrays may have either dtype.
+
+    A float8 copy of an array is that array over its scale, in float32.
+    """
     name = eqn.primitive.name
+    if name in _SCALED:
+        return [_SCALED[name](*map(widened, arrays), **eqn.params)]
     if not any(map(is_half, (*eqn.invars, *eqn.outvars))):
         return bind(eqn, arrays)
     if name == "reduce_precision":
         return [widened(arrays[0])]
     if primitive(name).bits or primitive(name).op is Op.OPAQUE:
         back = [
-            lax.convert_element_type(x, v.aval.dtype) if is_half(v) else x
+            lax.convert_element_type(x, v.aval.dtype) if is_low(v) else x
             for x, v in zip(arrays, eqn.invars, strict=True)
         ]
         return [widened(out) for out in bind(eqn, back)]
     params = {key: _wide_parameter(value) for key, value in eqn.params.items()}
     outs = eqn.primitive.bind(*map(widened, arrays), **compat.bind_params(eqn.primitive, params))
     return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+_SCALED: dict[str, Callable[..., Any]] = {
+    "float8_scale": float8.scale_of.bind,
+    "float8_quantise": lambda x, scale, dtype: lax.convert_element_type(x, np.float32) / scale,
+    "float8_rescale": lambda out, scale: out * scale,
+}
 
 
 def _wide_parameter(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mpjax._jaxpr.interpreter import is_half
+from mpjax._jaxpr.interpreter import is_half, is_low
 from mpjax._jaxpr.primitives import Op
 from mpjax._jaxpr.program import Block, lay_out, owners_of
 from mpjax._jaxpr.source import BACKWARD
@@ -27,7 +27,7 @@ class LayerError:
     Args:
         name: The module path; where no module has a name, the user's function.
         path: The module path; empty for a function.
-        dtypes: The half dtypes in it.
+        dtypes: The half and float8 dtypes in it.
         forward, backward: Its own error in each pass: its operands are exact, and only this module is in half. inf if
             it has an inf or NaN where float32 has none, or a NaN where float32 has one too.
         total_forward, total_backward: The program's error at this module, including that of all modules before it.
@@ -112,7 +112,7 @@ class LayerwiseReport(Report):
         ]
         parameters = [(row.name, percent(row.error), percent(row.share)) for row in self.parameters]
         text = (
-            "own: the error with exact operands, only this module in half\n"
+            f"own: the error with exact operands, only this module in {self._precision}\n"
             "total: the error that the program has there; ← is the backward pass"
         )
         return [
@@ -121,10 +121,16 @@ class LayerwiseReport(Report):
             Section("Gradients of parameters", "", "parameter|>error|>of the whole", parameters, shown=10),
         ]
 
+    @property
+    def _precision(self) -> str:
+        """The precisions below float32 in the program, in words."""
+        has_float8 = any(dtype.startswith("float8") for row in self.modules for dtype in row.dtypes)
+        return "half and float8" if has_float8 else "half"
+
     def _finding(self) -> list[str]:
         lines = [
-            f"{self.function} in half: relative error of the gradients {percent(self.gradient_error)}, of the loss "
-            f"{percent(self.loss_error)}"
+            f"{self.function} in {self._precision}: relative error of the gradients {percent(self.gradient_error)}, "
+            f"of the loss {percent(self.loss_error)}"
         ]
         worst = [row for row in self.modules if row.error > 0][:1]
         for row in worst:
@@ -267,9 +273,11 @@ def _modules(evaluated: _Evaluated) -> list[LayerError]:
     dtypes: dict[Group, dict[str, None]] = {group: {} for group in groups.values()}
     denied: dict[Group, dict[str, None]] = {group: {} for group in groups.values()}
     for number, place in places.items():
-        half = [v.aval.dtype.name for v in place.eqn.outvars if is_half(v)]
-        dtypes[groups[number]].update(dict.fromkeys(half))
-        if half and default_listing(place.eqn).op is Op.DENY:
+        low = [v.aval.dtype.name for v in place.eqn.outvars if is_low(v)]
+        dtypes[groups[number]].update(dict.fromkeys(low))
+        # The precision of a float8 matmul's backward pass says how it accumulates.
+        of_float8 = any(is_low(v) and not is_half(v) for v in place.eqn.invars)
+        if low and not of_float8 and default_listing(place.eqn).op is Op.DENY:
             denied[groups[number]][place.name] = None
     # A module's arrays, by pass. The gradients of its parameters count as one array, because a single gradient may be
     # pure rounding error: that of a bias before a normalisation is zero in exact arithmetic.

@@ -15,7 +15,7 @@ from jax import lax
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.evaluator import evaluate
 from mpjax._jaxpr.host import in_host_memory
-from mpjax._jaxpr.interpreter import Eager, Instrumented, Key, Probe, bound, is_float, is_half, widened
+from mpjax._jaxpr.interpreter import Eager, Instrumented, Key, Probe, bound, is_float, is_low, widened
 from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.program import Block, Site
 from mpjax._jaxpr.source import informative_frame
@@ -185,7 +185,7 @@ class Lockstep(Instrumented):
     def _bound(self, place: Site, ins: Sequence[Any]) -> list[Any]:
         eqn = place.eqn
         exact = bound(_at_full_precision(eqn), [x.exact for x in ins], True)
-        in_half = any(map(is_half, (*eqn.invars, *eqn.outvars)))
+        in_half = any(map(is_low, (*eqn.invars, *eqn.outvars)))
         half = (
             exact if not in_half and all(x.half is x.exact for x in ins) else bound(eqn, [x.half for x in ins], False)
         )

@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpjax._jaxpr.evaluator import evaluate
-from mpjax._jaxpr.interpreter import is_half
+from mpjax._jaxpr.interpreter import is_half, is_low
 from mpjax._jaxpr.primitives import MATMULS, primitive
 from mpjax._jaxpr.program import Block, Site
 from mpjax._jaxpr.source import BACKWARD, FORWARD
@@ -65,6 +65,13 @@ def counted(block: Block, num_gradients: int) -> Counted:
     return Counted(forward, backward - parameters, backward & parameters, frozenset(analysis.half))
 
 
+def in_units_of_scales(eqn: Any) -> bool:
+    """Whether an equation's result is a float8 copy, its scale, or a matmul of copies before the scales multiply it."""
+    if eqn.primitive.name in MATMULS:
+        return any(is_low(v) and not is_half(v) for v in eqn.invars)
+    return eqn.primitive.name in ("float8_scale", "float8_quantise")
+
+
 def equations_of_gradients(block: Block, num_gradients: int) -> frozenset[int]:
     """The equations that compute the gradients of parameters, looking through moves, casts, scalings and sums."""
     return _analysed(block, num_gradients)[1]
@@ -91,13 +98,16 @@ class _Analysis:
 
     def _computed(self, place: Site, given: Sequence[_Producers]) -> list[_Producers]:
         eqn, name = place.eqn, place.name
+        if name == "float8_quantise":  # A copy stands for its array.
+            return [given[0]]
         if primitive(name).moves or primitive(name).whole:
             if any(map(is_half, eqn.outvars)):
                 self.half.update(*(producers.near for producers in given))
             return [given[min(i, len(given) - 1)] if given else _Producers() for i in range(len(eqn.outvars))]
         if name in MATMULS:
-            self.found.add(place.number)
             self.found.update(*(producers.near for producers in given))
+        if name in (*MATMULS, "float8_rescale") and not in_units_of_scales(eqn):
+            self.found.add(place.number)
         self._mark_module_outputs(place, given)
         own = frozenset({place.number})
         self.half.update(own if any(map(is_half, eqn.outvars)) else ())

@@ -19,6 +19,7 @@ from mpjax._jaxpr.program import Block, Site, lay_out, owners_of
 from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.inspection.gradient import Loss, Trial, below_root, scale_state, trace_to_run
 from mpjax.inspection.numerics.activations import Counted, counted
+from mpjax.inspection.numerics.float8 import Float8Range, merged
 from mpjax.inspection.numerics.range_statistics import (
     BIAS,
     BINS,
@@ -148,6 +149,7 @@ class _Measuring:
         self.tallies: dict[_Row, Tally] = {}
         self.exponents: dict[_Row, np.ndarray] = {}
         self.dtypes: dict[_Row, dict[str, None]] = {}
+        self.float8: dict[tuple[str, str, str], Any] = {}  # notes by module, pass and dtype
         self.unseen: dict[str, None] = {}
         self.gradients: list[dict[str, float]] = []  # by batch and path, the largest at scale 1
         self.largest: list[tuple[float, int, Any, Any]] = []  # the batches with the largest gradients
@@ -201,6 +203,11 @@ class _Measuring:
                 tally = tally_of(found)
                 size = math.inf if tally.nonfinite else tally.max / self.scale
                 self.gradients[-1][place.path] = max(size, self.gradients[-1].get(place.path, 0.0))
+        for number, place in compiled.probe.quantised.items():
+            if ("float8", number) in notes:
+                found = notes["float8", number]
+                row = place.path, place.phase, place.eqn.params["dtype"].name
+                self.float8[row] = merged(self.float8[row], found) if row in self.float8 else found
         for name, grad in zip(compiled.names, grads, strict=True):
             scaled = np.asarray(grad, np.float32) * np.float32(self.scale)
             found = jax.device_get(compiled.probe.take([scaled], [], self.limits))
@@ -290,6 +297,7 @@ class _Measuring:
             gradients=self._table("gradients"),
             parameters=self._table("parameters"),
             by_op=self._table("by_op"),
+            float8=tuple(Float8Range.of(*row, found) for row, found in self.float8.items()),
             activation_gradient_exponents=self._histogram("gradients"),
             parameter_gradient_exponents=self._histogram("parameters"),
             half_gradient_exponents=self._histogram("half gradients"),

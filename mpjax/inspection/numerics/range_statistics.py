@@ -19,7 +19,8 @@ from mpjax._jaxpr.interpreter import Key, Probe, is_float
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.program import Block, Site
 from mpjax._jaxpr.source import RECOMPUTED
-from mpjax.inspection.numerics.activations import Counted
+from mpjax.inspection.numerics import float8
+from mpjax.inspection.numerics.activations import Counted, in_units_of_scales
 
 BINS = 256  # float32's exponents
 BIAS = 127
@@ -194,7 +195,7 @@ def _exponents(x: Any) -> Any:
 def is_measured(place: Site, counts: Counted) -> bool:
     """Whether an equation's results are measured: all results that count, and all other floating-point arithmetic."""
     eqn, name = place.eqn, place.name
-    if place.blocks or place.phase == RECOMPUTED or not floats(eqn.outvars):
+    if place.blocks or place.phase == RECOMPUTED or not floats(eqn.outvars) or in_units_of_scales(eqn):
         return False
     if place.number in counts.all:
         return True
@@ -222,10 +223,14 @@ class RangeProbe(Probe):
         self.limits = limits
         self.places: Mapping[int, Site] = {p.number: p for p in block.places() if is_measured(p, counts)}
         self.graded = (counts.gradients | counts.parameters) & self.places.keys()
+        quantised = (p for p in block.places() if p.name == float8.QUANTISE and p.phase != RECOMPUTED)
+        self.quantised: Mapping[int, Site] = {p.number: p for p in quantised}
 
     def equation(
         self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
+        if place.number in self.quantised:
+            return {("float8", place.number): float8.note(*ins, place.eqn.params["dtype"])}
         if place.number not in self.places:
             return {}
         measured = [outs[i] for i in floats(place.eqn.outvars)]
@@ -237,13 +242,18 @@ class RangeProbe(Probe):
         return note(*given)
 
     def keys(self, block: Block) -> Sequence[Key]:
-        return [("range", number) for number in self.places if block.start <= number < block.end]
+        found = [*(("range", n) for n in self.places), *(("float8", n) for n in self.quantised)]
+        return [key for key in found if block.start <= key[1] < block.end]
 
-    def empty(self, key: Key) -> RangeNote:
+    def empty(self, key: Key) -> RangeNote | float8.Float8Note:
+        if key[0] == "float8":
+            return jnp.zeros(4, jnp.float32)
         exponents = jnp.zeros(BINS if key[1] in self.graded else 0, jnp.uint32)
         return jnp.zeros(7, jnp.uint32), jnp.array([0.0, np.inf], jnp.float32), exponents
 
-    def merge(self, key: Key, a: RangeNote, b: RangeNote) -> RangeNote:
+    def merge(self, key: Key, a: Any, b: Any) -> RangeNote | float8.Float8Note:
+        if key[0] == "float8":
+            return float8.merged(a, b)
         (counts, (largest, smallest), exponents), (more, (larger, smaller), others) = a, b
         extremes = jnp.stack([jnp.maximum(largest, larger), jnp.minimum(smallest, smaller)])
         return counts + more, extremes, exponents + others

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from mpjax.inspection.numerics.float8 import Float8Range, together
 from mpjax.inspection.numerics.range_statistics import Limits
 from mpjax.inspection.reports import Report, Section, folded_rows, percent, short_dtypes, written
 
@@ -108,6 +109,8 @@ class NumericsReport(Report):
         outliers: The batches whose gradients are far larger than those of the others, counted from 0.
         half_gradient_exponents: `activation_gradient_exponents` restricted to the values that the program computes in
             half; all values if the program has no half.
+        float8: What one scale for each tensor does to the operands of float8 matmuls, by module; empty if the program
+            has none.
         unseen: Operations that `numerics` could not look into (Pallas kernels, callbacks).
         trials: The errors of the gradients and the share in half without and with the recommendation. Empty if the
             program is already in half, or if nothing was tried.
@@ -130,6 +133,7 @@ class NumericsReport(Report):
     losing_lines: tuple[str, ...] = ()
     outliers: tuple[int, ...] = ()
     half_gradient_exponents: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    float8: tuple[Float8Range, ...] = ()
     unseen: tuple[str, ...] = ()
     trials: tuple[Tried, ...] = ()
     notes: tuple[str, ...] = ()
@@ -199,8 +203,18 @@ class NumericsReport(Report):
                 Section(title, text, f"{what}|{columns}", [*map(_cells, _folded(rows))])
                 for title, text, what, rows in tables
             ),
+            *([self._float8()] if self.float8 else []),
             Section("By operation", by_op, ops, [*map(_op_cells, losing)]),
         ]
+
+    def _float8(self) -> Section:
+        rows = sorted(folded_rows(self.float8, together), key=lambda row: (-row.flushed, -row.outliers))
+        cells = [
+            (row.name or "-", row.phase, *row.dtypes, f"{row.max:.4g}", percent(row.flushed), f"{row.outliers:.3g}")
+            for row in rows
+        ]
+        text = "flushed: the nonzero values that become zero under the one scale of their tensor"
+        return Section("Operands of float8 matmuls", text, "module|pass|dtype|>max|>flushed|>max / median", cells)
 
     def _summary(self) -> str:
         lines = [*self._verdict(), *self._scale_advice()]

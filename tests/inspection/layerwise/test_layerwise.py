@@ -167,3 +167,29 @@ def test_the_command_writes_its_report(tmp_path, monkeypatch, capsys):
     assert max(map(len, out.splitlines())) <= 100
     assert next(csv.DictReader((tmp_path / "r.csv").read_text().splitlines()))["dtypes"] == "bfloat16"
     assert "Layerwise error of loss" in (tmp_path / "r.html").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:autocast. cpu is not known to have float8")
+@pytest.mark.parametrize("form", ["loop", "scan"])
+def test_the_error_of_float8_matmuls_is_measured(form):
+    def loss_fn(params, x):
+        if form == "scan":
+            x, _ = jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None)), x, params)
+        for i, w in enumerate(params if form == "loop" else ()):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(x @ w)
+        return jnp.mean(jnp.sin(x) ** 2)
+
+    params = jax.random.normal(jax.random.key(0), (4, 32, 32)) / 6
+    x = jax.random.normal(jax.random.key(1), (16, 32))
+    options = mpjax.Rules(float8=mpjax.Float8(min_size=(0, 0)))
+    low = mpjax.autocast(loss_fn, "mixed_float8", rules=options)
+    found = mpjax.layerwise_error(low, params, x)
+    exact, rounded = (jax.grad(fun)(params, x) for fun in (loss_fn, low))
+    error = float(jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact))
+    assert found.gradient_error == pytest.approx(error, rel=0.1)  # Without float8 it is a tenth.
+    assert "in half and float8" in str(found)
+    assert not any(row.denied for row in found.modules)  # The backward pass of a float8 matmul sets a precision.
+    if form == "loop":
+        errors = {row.path: row.error for row in found.modules}
+        assert min(errors["layer_1"], errors["layer_2"]) > 3 * max(errors["layer_0"], errors["layer_3"])

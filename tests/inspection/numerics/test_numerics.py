@@ -220,3 +220,29 @@ def test_what_can_not_be_measured_is_refused():
     nothing = mpjax.numerics(lambda w: jnp.sum(0 * w), x)
     assert (nothing.largest_safe_scale, nothing.init_scale) == (None, None)
     assert "find_nonfinite" in str(nothing)
+
+
+@pytest.mark.filterwarnings("ignore:autocast. cpu is not known to have float8")
+@pytest.mark.parametrize("outlier", [1.0, 1e6])
+def test_operands_of_float8_matmuls_are_measured_against_their_scale(outlier):
+    def loss_fn(params, x):
+        for i, w in enumerate(params):
+            with jax.named_scope(f"layer_{i}"):
+                x = x @ w
+        return jnp.mean(x**2) / outlier**2
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    *params, x = [jax.random.normal(key, (32, 32)) / 6 for key in keys]
+    x = x.at[0].multiply(outlier)
+    options = mpjax.Rules(float8=mpjax.Float8(min_size=(0, 0)))
+    found = mpjax.numerics(mpjax.autocast(loss_fn, "mixed_float8", rules=options), params, x, dtype="bfloat16")
+    (row,) = [row for row in found.float8 if row.phase == "forward"]
+    values = np.abs(np.asarray(x @ params[0]))
+    assert row.name == "layer_1"
+    assert row.max == pytest.approx(max(values.max(), float(jnp.max(abs(params[1])))), rel=0.02)
+    # Two rows, the activation and the parameter, are one module: the larger ratio is the activation's.
+    assert row.outliers == pytest.approx(values.max() / np.median(values), rel=0.05)
+    assert (row.flushed > 0.3) == (outlier > 1)
+    assert max(r.max for r in found.activations) < 2 * float(jnp.max(abs(x @ params[0] @ params[1])))
+    assert "Operands of float8 matmuls" in str(found)
+    assert not found.losing
