@@ -204,6 +204,8 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
     widened = _widened(found.jaxpr) if case.explicit and case.half == jnp.bfloat16 else set()
     # A batch over explicit axes has no float8 derivative, and that in half is on widened operands too.
     emulated = case.explicit and case.dtype == "float8" and "vmap" in case.transform
+    # Off GPUs, JAX's attention without a kernel has no float16. The plan is bfloat16's, which is checked.
+    in_full = case.rules == "fused" and case.half == jnp.float16
     for e in _live_equations(found.jaxpr):
         if e.name not in MATMULS:
             continue
@@ -212,6 +214,7 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
             raise Failure("precision", f"{e.name} requests float32 but runs on {operands}", "/".join(e.path))
         free = wide or fixed or is_inner_product(e.eqn) or "custom_linear_solve" in e.path
         free |= emulated or _UNTIL_TOLERANCE in e.path or widened.issuperset(e.eqn.invars[:2])
+        free |= in_full and "remat2" in e.path
         if not free and operands == ("float32", "float32"):
             raise Failure("float32 matmul", f"{e.name} in {e.path[-1] if e.path else 'the program'}", "/".join(e.path))
     risky = _risky(found.jaxpr) - _risky(plain.jaxpr)
