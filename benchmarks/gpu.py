@@ -34,10 +34,20 @@ class Step:
     writes: bool = True
 
 
+# Attention as written, fused by autocast, and by hand.
+ATTENTION = ("autocast_bfloat16", "autocast_bfloat16_fused", "autocast_bfloat16+cudnn_attention")
+ATTENTION_MODELS = ("gpt2_medium", "gpt2_medium_4096", "bert_large_512", "vit_l16", "t5_base")
 STEPS = (
     Step("tests", ("pytest", "-m", "gpu", "-q", "-o", "addopts=", "tests"), 60, 240, writes=False),
     Step("quick training", ("benchmarks.training", "--quick"), 60, 3600, takes_limit=True),
     Step("loss scaling", ("benchmarks.loss_scaling", "--dtypes", "float16", "float32"), 120, 480),
+    Step(
+        "fused attention",
+        ("benchmarks.training", "--only", *ATTENTION_MODELS, "--cells", *ATTENTION),
+        60,
+        3600,
+        takes_limit=True,
+    ),
     Step("full training", ("benchmarks.training", "--full"), 60, 3600, takes_limit=True),
 )
 

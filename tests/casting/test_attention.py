@@ -9,6 +9,7 @@ import pytest
 import mpjax
 from mpjax import Rules
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS
+from testing import measures
 
 pytestmark = pytest.mark.standard_promotion
 B, T, N, H = 2, 6, 2, 8
@@ -321,6 +322,14 @@ def test_what_is_not_attention_stays_as_it_is(attention):
     assert same(loss, args)
 
 
+@pytest.mark.parametrize("name", ["padding", "einsum", "slopes"])
+def test_queries_do_not_become_heads(name):
+    """A mask of the keys reads no axis of queries. A kernel of one query and many heads is slow, or refused."""
+    program = jax.make_jaxpr(autocast(loss_of(FUSED[name])))(*first(arguments(1)))
+    shapes = [e.eqn.invars[0].aval.shape for e in measures.equations(program) if e.name == "dot_general"]
+    assert (B, T, N, 1, H) in shapes
+
+
 def test_off_by_default():
     loss, args = loss_of(einsum), arguments(1)
     assert not rows(loss, args, "unfused")
@@ -485,3 +494,15 @@ def test_under_strict_promotion_attention_runs_as_written():
         fused, written = gradients(loss, args), gradients(loss, args, "unfused")
     for found, expected in zip(jax.tree.leaves(fused), jax.tree.leaves(written), strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("attention", ["xla", "unfused"])
+@pytest.mark.parametrize("form", ["einsum", "repeated_groups", "padding", "slopes"])
+def test_split_batches_and_heads_stay_split(form, attention):
+    """Batch and heads over a mesh: no queries, keys or values are gathered, in the gradient either."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    by_heads = jax.NamedSharding(mesh, jax.P("data", None, "model"))
+    q = jax.ShapeDtypeStruct((B, T, N, H), jnp.float32, sharding=by_heads)
+    loss = lambda q, k, v: jnp.mean(jnp.sin(FUSED[form](q, k, v)) ** 2)
+    gradient = jax.jit(jax.grad(autocast(loss, attention), (0, 1, 2)), out_shardings=by_heads)
+    assert "all-gather" not in gradient.lower(q, q, q).compile().as_text()

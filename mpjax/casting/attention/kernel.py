@@ -134,10 +134,10 @@ def options_of(found: Found, flow: Flow, setting: Any) -> tuple[list[Any], Optio
     q, k, v = found.parts
     k, v, shared = _without_repeats(flow, k, v, found.batch)
     batched, queries, keys = flat(found.batch), flat(found.queries), flat(found.keys)
-    touched = [joined(dims) for dims in (*(m.dims for m in found.masks), *(b.dims for b in found.biases))]
-    constant = [joined(each.dims) for each in found.added if flow.constant(each.v) is not None]
-    causal = constant or touched
-    rows = tuple(axis for axis in queries if not causal or any(axis in axes for axes in causal))
+    # Axes of queries that share a row of the masks are heads, which share their keys, unless all of them do.
+    constant = [each for each in found.added if flow.constant(each.v) is not None]
+    touched = {axis for each in constant or found.added for axis in joined(each.dims)}
+    rows = tuple(axis for axis in queries if axis in touched) or queries
     kept = tuple(axis for axis in batched if axis not in shared)
     heads = kept[-1:] if len(batched) > 1 or not batched else kept
     batch = tuple(axis for axis in kept if axis not in heads)
