@@ -1,8 +1,9 @@
 """The compiled program of autocast against half precision written by hand: `python -m benchmarks.compiled`.
 
 For each program of the zoo that has a form written by hand with Flax's `dtype=`, this compiles the gradient and counts
-matmuls, convolutions, converts and bytes in the optimised HLO. On a CPU XLA adds its own converts around half
-arithmetic in every form, so only the ratios to the hand-written form are meaningful.
+the operations that XLA is given, on which its compile time depends, and matmuls, convolutions, converts and bytes in
+the optimised HLO. On a CPU XLA adds its own converts around half arithmetic in every form, so only the ratios to the
+hand-written form are meaningful.
 """
 
 from __future__ import annotations
@@ -51,9 +52,11 @@ def counts(name: str, caster: harness.Caster, dtype: str) -> Row:
     """XLA's counts for the compiled gradient, and the residual bytes."""
     fun, args = harness.gradient_function(name, caster, dtype)
     with REGISTRY[name].context():
-        compiled: Any = jax.jit(fun, compiler_options=harness.COMPILE_FAST).lower(*args).compile()
+        lowered = jax.jit(fun, compiler_options=harness.COMPILE_FAST).lower(*args)
+        compiled: Any = lowered.compile()
     text, cost = compiled.as_text(), compiled.cost_analysis()
-    row: Row = {kind: len(pattern.findall(text)) for kind, pattern in _OPS.items()}
+    row: Row = {"operations": lowered.as_text().count(" = ")}
+    row |= {kind: len(pattern.findall(text)) for kind, pattern in _OPS.items()}
     row["bytes"] = cost.get("bytes accessed", float("nan"))
     row["flops"] = cost.get("flops", float("nan"))
     row["temporary_bytes"] = compiled.memory_analysis().temp_size_in_bytes
@@ -83,7 +86,7 @@ def main() -> None:
 
 def summary(results: dict[str, dict[str, Row]]) -> str:
     """A Markdown table: for each form, the median over programs of its ratio to the hand-written form."""
-    kinds = ["matmuls", "converts", "bytes", "flops", "temporary_bytes", "residual_bytes"]
+    kinds = ["operations", "matmuls", "converts", "bytes", "flops", "temporary_bytes", "residual_bytes"]
     header = " | ".join(kind.replace("_", " ") for kind in kinds)
     lines = [
         f"| median of ratios to hand-written, {len(results)} programs | {header} |",
