@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -73,6 +74,12 @@ _FRAME: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("frame", d
 _SCALE: contextvars.ContextVar[Scale | None] = contextvars.ContextVar("scale", default=None)
 
 
+# JAX caches the traces of functions, such as the body of a `scan`. A gradient in one reads the state of the trace
+# around it, so that trace is a part of the cache's key.
+_TRACE = jax.make_user_context(None)
+_numbers = itertools.count(1)
+
+
 def frame() -> Frame | None:
     """The program that is being traced; None outside."""
     return _FRAME.get()
@@ -88,7 +95,8 @@ def tracing(new: Frame) -> Iterator[Frame]:
     """Makes `new` the program that is being traced."""
     token = _FRAME.set(new)
     try:
-        yield new
+        with _TRACE(next(_numbers)):
+            yield new
     finally:
         _FRAME.reset(token)
 
@@ -99,7 +107,8 @@ def differentiating(value: Any) -> Iterator[Scale]:
     scale = Scale(value)
     token = _SCALE.set(scale)
     try:
-        yield scale
+        with _TRACE(next(_numbers)):
+            yield scale
     finally:
         _SCALE.reset(token)
         scale.value = None  # A tracer must not outlive its trace.

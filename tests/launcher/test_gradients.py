@@ -358,6 +358,28 @@ def test_a_gradient_of_a_compiled_loss_is_compiled_once_and_in_half(launched):
     assert not session.outside_jit
 
 
+def test_a_body_that_jax_has_traced_is_traced_again_in_another_program(launched):
+    def gradient(_, x):
+        return None, jax.grad(loss_fn)(params(), x)
+
+    def penalised(p, x):
+        slopes = jax.lax.scan(gradient_of_data, None, x[None])[1]
+        return loss_fn(p, x) + 1e-3 * jnp.mean(slopes**2)
+
+    def gradient_of_data(_, x):
+        return None, jax.grad(lambda x: loss_fn(params(), x))(x)
+
+    launched()
+    optax.sgd(0.1)
+    first = jax.jit(lambda x: jax.lax.scan(gradient, None, x[None])[1])
+    second = jax.jit(lambda x: jax.tree.map(lambda g: 2 * g, jax.lax.scan(gradient, None, x[None])[1]))
+    for step, factor in (first, 1), (second, 2), (lambda x: jax.lax.scan(gradient, None, x[None])[1], 1):
+        assert_close(step(X), jax.tree.map(lambda g, by=factor: by * g[None], REFERENCE[1.0]))
+    # Inside of a gradient, and outside of it.
+    step = jax.jit(lambda x: (jax.grad(penalised)(params(), x), jax.lax.scan(gradient_of_data, None, x[None])[1]))
+    assert_close(step(X)[0], REFERENCE[1.0])
+
+
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_a_loss_is_traced_as_often_as_without_the_launcher(launched, policy):
     traces = []
