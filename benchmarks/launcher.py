@@ -245,14 +245,23 @@ def _row(name: str, row: dict[str, Any]) -> str:
 def run_foreign(folder: pathlib.Path, names: list[str] | None, out: pathlib.Path) -> None:
     """Runs scripts of fetched repositories, and merges the results into a file of their own."""
     from benchmarks.foreign_scripts import scripts
-    from perf.results import previous, save
+    from perf.environment import versions
+    from perf.results import save
 
-    results: dict[str, Any] = previous("launcher_foreign", out) or {}
-    for name in names or [name for name in scripts.SCRIPTS if name not in results]:
+    path = out / "launcher_foreign_cpu.json"
+
+    def measured() -> dict[str, Any]:
+        """The rows so far, each with the version of JAX that it ran with. Other processes may add some."""
+        found = json.loads(path.read_text()) if path.exists() else {"results": {}}
+        return {name: {"jax": found["environment"]["jax"], **row} for name, row in found["results"].items()}
+
+    known = measured()
+    for name in names or [name for name in scripts.SCRIPTS if name not in known]:
         if (folder / scripts.SCRIPTS[name].path).exists():
-            results[name] = scripts.row_of(folder, scripts.SCRIPTS[name])
-            save("launcher_foreign", results, out).with_suffix(".md").write_text(scripts.table(results))
-    print(scripts.table(results))
+            row = {**scripts.row_of(folder, scripts.SCRIPTS[name]), "jax": versions()["jax"]}
+            rows = {**measured(), name: row}
+            save("launcher_foreign", rows, out).with_suffix(".md").write_text(scripts.table(rows))
+    print(scripts.table(measured()))
 
 
 def main() -> None:

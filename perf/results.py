@@ -15,6 +15,7 @@ _UNRECORDED_OPTIONS = {
     "--out": 1,
     "--runs": 1,
     "--programs": None,
+    "--scripts": None,
     "--families": 1,
     "--missing": 0,
     "--bound": None,
