@@ -37,7 +37,7 @@ def bind_on_host(eqn: Any, arrays: Sequence[Any], wide: bool) -> list[Any] | Non
     rule = _RULES.get(name) or _OF_FLOATS.get(name)
     if rule is None or any(value is not None for key, value in params.items() if "sharding" in key):
         return None
-    given = [_numbers(x, v, wide) for x, v in zip(arrays, eqn.invars, strict=True)]
+    given = [_numbers(x, v) for x, v in zip(arrays, eqn.invars, strict=True)]
     dtypes = [v.aval.dtype for v in outvars]
     if any(x is None or not x.size for x in given) or not _DTYPES.issuperset(dtypes):
         return None
@@ -60,13 +60,16 @@ def _widened(dtype: Any) -> Any:
     return np.dtype(np.float32) if dtype in HALF_DTYPES else dtype
 
 
-def _numbers(x: Any, v: Any, wide: bool) -> Any:
-    """An operand for NumPy, in float32 if it is half; None if NumPy can't read it."""
+def _numbers(x: Any, v: Any) -> Any:
+    """An operand for NumPy, in float32 if it is half; None if NumPy can't take it."""
     if not compat.is_shaped(v.aval) or v.aval.dtype not in _DTYPES:
         return None
     if isinstance(v, compat.Literal) and not isinstance(x, jax.Array):
         x = np.asarray(x, v.aval.dtype)
-    return np.asarray(x, _widened(v.aval.dtype)) if in_host_memory(x) else None
+    # The sharding of an array on a mesh is part of its type, also on a mesh of one device.
+    if not in_host_memory(x) or isinstance(getattr(x, "sharding", None), jax.sharding.NamedSharding):
+        return None
+    return np.asarray(x, _widened(v.aval.dtype))
 
 
 def _plain(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,8 +120,8 @@ _RULES: dict[str, Callable[..., Any]] = {
     "stop_gradient": _plain(lambda x: x),
     "reduce_max": _reduction(np.max),
     "reduce_min": _reduction(np.min),
-    "reduce_or": _reduction(np.any),
-    "reduce_and": _reduction(np.all),
+    "reduce_or": _reduction(np.bitwise_or.reduce),
+    "reduce_and": _reduction(np.bitwise_and.reduce),
     "broadcast_in_dim": _broadcast,
     "reshape": lambda params, x: x.reshape(params["new_sizes"]),
     "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),

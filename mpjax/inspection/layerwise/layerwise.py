@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from mpjax._jaxpr.interpreter import is_half, is_low
 from mpjax._jaxpr.primitives import Op
@@ -83,6 +84,7 @@ class LayerwiseReport(Report):
         modules: The errors by module: those with half operations that need float32 first, then by own error.
         parameters: The errors of the parameters' gradients, the largest share first.
         unseen: Operations whose internals are not visible (Pallas kernels, callbacks).
+        reference_is_finite: Whether loss and gradients are finite in float32.
     """
 
     function: str
@@ -91,6 +93,7 @@ class LayerwiseReport(Report):
     modules: tuple[LayerError, ...]
     parameters: tuple[ParameterError, ...]
     unseen: tuple[str, ...] = ()
+    reference_is_finite: bool = True
 
     main = "modules"
 
@@ -132,6 +135,8 @@ class LayerwiseReport(Report):
             f"{self.function} in {self._precision}: relative error of the gradients {percent(self.gradient_error)}, "
             f"of the loss {percent(self.loss_error)}"
         ]
+        if not self.reference_is_finite:
+            return [*lines, "loss or gradients are not finite in float32 either: mpjax.find_nonfinite shows where"]
         worst = [row for row in self.modules if row.error > 0][:1]
         for row in worst:
             where = f" ({row.op} at {row.source})" if row.source else ""
@@ -262,6 +267,7 @@ def _report(fun: Any, found: _Evaluated) -> LayerwiseReport:
         modules=tuple(_modules(found)),
         parameters=tuple(sorted(parameters, key=lambda row: -row.share)),
         unseen=found.block.not_entered(),
+        reference_is_finite=all(np.isfinite(np.asarray(out.exact)).all() for out in outs[: len(names) + 1]),
     )
 
 

@@ -110,12 +110,13 @@ def numerics(
         raise ValueError(f"numerics: dtype={dtype!r} is not a half dtype; give 'float16' or 'bfloat16'.")
     state = None if loss_scale is None else scale_state(loss_scale)
     scale = 1.0 if state is None else float(np.max(state.loss_scale))
-    measuring = _Measuring(Loss(fun, argnums, has_aux, kwargs), state, scale, Limits.of(half))
+    loss = Loss(fun, argnums, has_aux, kwargs).with_named_modules()
+    measuring = _Measuring(loss, state, scale, Limits.of(half), budget)
     for call in [args] if batches is None else ((*args, batch) for batch in batches):
         measuring.add(call)
     if measuring.batches == 0:
         raise ValueError("numerics: batches is empty; give at least one batch.")
-    return measuring.verified(budget) if verify else measuring.report()
+    return measuring.verified() if verify else measuring.report()
 
 
 @dataclasses.dataclass
@@ -142,8 +143,8 @@ class _Row(NamedTuple):
 class _Measuring:
     """Accumulates statistics over batches. Each batch shape has its own program."""
 
-    def __init__(self, loss: Loss, state: Any, scale: float, limits: Limits):
-        self.loss, self.state, self.scale = loss, state, scale
+    def __init__(self, loss: Loss, state: Any, scale: float, limits: Limits, budget: float):
+        self.loss, self.state, self.scale, self.budget = loss, state, scale, budget
         self.limits, self.batches, self.has_half = limits, 0, False
         self.compiled: dict[Any, _Compiled] = {}
         self.tallies: dict[_Row, Tally] = {}
@@ -213,7 +214,7 @@ class _Measuring:
             found = jax.device_get(compiled.probe.take([scaled], [], self.limits))
             self._put(_Row("parameters", name, BACKWARD), found, ("float32",))
 
-    def verified(self, budget: float) -> NumericsReport:
+    def verified(self) -> NumericsReport:
         """The report with a trial of the loss scale, and of overrides for the modules that lose values."""
         losing, report = self._losing(), self.report()
         if self.has_half or report.init_scale is None:
@@ -221,16 +222,15 @@ class _Measuring:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about operations that the policy leaves in float32, as intended here
-                kept, trials = self._tried([path for path in losing if path], report.init_scale, budget)
+                kept, trials = self._tried([path for path in losing if path], report.init_scale)
         except Exception as error:  # The report is valid without the trial.
             note = f"the recommendation was not tried: autocast fails with {type(error).__name__}: {error}"
             return dataclasses.replace(report, notes=(*report.notes, note))
         return self.report(kept, trials)
 
-    def _tried(
-        self, losing: Sequence[str], init_scale: float, budget: float
-    ) -> tuple[tuple[str, ...], tuple[Tried, ...]]:
+    def _tried(self, losing: Sequence[str], init_scale: float) -> tuple[tuple[str, ...], tuple[Tried, ...]]:
         """The modules that must stay in float32, and the trials that show it."""
+        budget = self.budget
         outliers = self._outliers()
         rows = [row for row in self.largest if row[1] not in outliers] or self.largest[-1:]
         _, number, args, exact = rows[0]
@@ -243,7 +243,7 @@ class _Measuring:
             if key not in trials:
                 pairs = tuple((f"*/{below_root(path, paths)}", get_policy("float32")) for path in kept)
                 policy = dataclasses.replace(half, overrides=pairs)
-                trials[key] = Trial("numerics", self.loss.under(policy), args)
+                trials[key] = Trial("numerics", self.loss.under(policy).with_named_modules(), args)
             return Tried(what, number, scale, trials[key].error(scale, exact), trials[key].half_share)
 
         found = [tried("as it is", self.scale)]
@@ -309,6 +309,7 @@ class _Measuring:
             outliers=tuple(sorted(self._outliers())),
             trials=trials,
             unseen=tuple(self.unseen),
+            budget=self.budget,
         )
 
     def _losing(self) -> list[str]:

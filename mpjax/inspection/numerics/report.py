@@ -115,6 +115,7 @@ class NumericsReport(Report):
         trials: The errors of the gradients and the share in half without and with the recommendation. Empty if the
             program is already in half, or if nothing was tried.
         notes: Further remarks.
+        budget: The error of the gradients that is tolerated.
     """
 
     dtype: str
@@ -137,6 +138,7 @@ class NumericsReport(Report):
     unseen: tuple[str, ...] = ()
     trials: tuple[Tried, ...] = ()
     notes: tuple[str, ...] = ()
+    budget: float = math.inf
 
     main = "by_op"
     derived = "overrides"
@@ -253,6 +255,11 @@ class NumericsReport(Report):
             yield f"found nothing that must stay in float32, but {len(self.unseen)} operations were not inspected"
         else:
             yield "no module needs to be kept in float32 for its range"
+            if self.trials and self.trials[-1].error > self.budget:
+                yield (
+                    f"the error of the gradients in {self.dtype} is {percent(self.trials[-1].error)} by rounding, not "
+                    "by range: mpjax.search tries which modules need float32"
+                )
 
     def _trials(self) -> Section:
         rows = [(row.what, _scale(row.loss_scale), percent(row.error), f"{row.half_share:.1%}") for row in self.trials]

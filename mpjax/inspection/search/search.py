@@ -57,6 +57,7 @@ class SearchReport(Report):
         passes: The number of times the gradient was run.
         kept_dtype: `"float32"`, or under a policy with float8 matmuls the compute dtype, in which the kept modules run.
         unseen: Operations whose internals are not visible, so that no rule applies to them, and why.
+        reference_is_finite: Whether the gradients are finite in float32.
     """
 
     function: str
@@ -73,6 +74,7 @@ class SearchReport(Report):
     minimal: bool = True
     kept_dtype: str = "float32"
     unseen: tuple[str, ...] = ()
+    reference_is_finite: bool = True
 
     main = "modules"
     derived = "met overrides"
@@ -113,6 +115,10 @@ class SearchReport(Report):
 
     def _finding(self) -> list[str]:
         before, after, budget = _share(self.error_before), _share(self.error), _share(self.budget)
+        if not self.reference_is_finite:
+            return [
+                f"the gradients of {self.function} are not finite in float32 either: mpjax.find_nonfinite shows where"
+            ]
         if not self.met:
             return [
                 f"{self.function} does not meet the budget {budget}: error {before} in {self._low}, {after} with "
@@ -148,7 +154,7 @@ LossAndGradients = tuple[Any, Mapping[str, Any]]  # the loss, and the gradients 
 Metric = Callable[[LossAndGradients, LossAndGradients], Any]
 # The start of `dynamic_loss_scale`, and here the factor of each backoff and the smallest scale.
 _FIRST_SCALE, _BACKOFF, _LAST_SCALE = 2.0**15, 2.0**5, 1.0
-_MOST_PASSES = 16  # each traces and runs the gradient once: about half of the time of compiling it
+_MOST_PASSES = 13  # each traces and runs the gradient once: about half of the time of compiling it
 
 
 def search(
@@ -172,7 +178,7 @@ def search(
 
     Repeated layers are kept or returned together at first, then one by one. A pass runs the gradient on the given batch
     under the rules that it tries, operation by operation, and rounds each result that half stores: each error was
-    measured. A search takes sixteen passes at most. If it ends before that, each module in float32 is needed.
+    measured. A search takes thirteen passes at most. If it ends before that, each module in float32 is needed.
 
     Args:
         fun: The loss function in float32. If it is an `autocast` function (`jax.jit` of one included), the search
@@ -225,7 +231,8 @@ def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchR
     ranked: Mapping[str, float | None] = dict.fromkeys(flops)
     kept: tuple[str, ...] = ()
     needed = True
-    if not before <= budget:
+    finite = all(np.isfinite(np.asarray(x)).all() for x in passes.expected[1].values())
+    if finite and not before <= budget:
         ranked = passes.ranked()
         kept, needed = _smallest(passes, [*ranked], budget)
     total = sum(flops.values()) or 1
@@ -248,6 +255,7 @@ def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchR
         kept_dtype="float32" if passes.policy.matmul_dtype is None else str(passes.policy.compute_dtype),
         passes=passes.count,
         unseen=passes.unseen,
+        reference_is_finite=finite,
     )
 
 
@@ -326,7 +334,7 @@ class _Passes:
         self._scales = [loss_scale] if loss_scale is not None else _backing_off(start)
         self._scale = self._scales[0]
         with jax.default_matmul_precision("highest"), autocast_disabled():  # TF32 is too coarse for a reference
-            self._expected = self._run(Trial("search", loss.with_named_modules(), args))
+            self.expected = self._run(Trial("search", loss.with_named_modules(), args))
         self._half = self._trial(())
         self.sites, self.unseen = self._half.sites, not_entered(self._half.sites, evaluated=True)
         self.paths = tuple(dict.fromkeys(site.path for site in self.sites if site.path))
@@ -373,7 +381,7 @@ class _Passes:
             return Trial("search", self.loss.under(self.policy, self.rules(kept)).with_named_modules(), self.args)
 
     def _error(self, trial: Trial) -> float:
-        error = float(self.metric(self._run(trial), self._expected))
+        error = float(self.metric(self._run(trial), self.expected))
         return math.inf if math.isnan(error) else error
 
     def ranked(self) -> dict[str, float]:
@@ -386,9 +394,11 @@ class _Passes:
         for row in rows:
             if row.path and row.dtypes:
                 errors[row.path] = max(row.error, errors.get(row.path, 0.0))
-        # A rule on a module also applies to its submodules: parents come after their children, the outermost last.
+        # A rule on a module also applies to its submodules: parents come after their children, the outermost last. A
+        # module that is not finite by itself comes before all others.
         held = {path: sum(other != path for other in errors if is_covered(other, [path])) for path in errors}
-        return dict(sorted(errors.items(), key=lambda pair: (held[pair[0]], -pair[1])))
+        order = sorted(errors, key=lambda path: (math.isfinite(errors[path]), held[path], -errors[path]))
+        return {path: errors[path] for path in order}
 
     def flops(self) -> dict[str, int]:
         """FLOPs by module, forward and backward."""

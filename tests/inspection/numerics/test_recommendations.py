@@ -5,6 +5,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import mpjax
 
@@ -155,3 +156,43 @@ def test_an_overflow_in_a_custom_derivative_rule_is_not_clear():
     assert report.keep_float32 == ("ruled",), str(report)
     assert np.isfinite(report.trials[-1].error)
     assert "no module needs" not in str(report)
+
+
+def test_an_error_by_rounding_is_no_plain_all_clear():
+    def loss(w, x):
+        with jax.named_scope("cancels"):
+            y = (x + 1000) @ w - 1000 * jnp.sum(w, 0)
+        with jax.named_scope("head"):
+            return jnp.mean((y @ w) ** 2)
+
+    rng = np.random.default_rng(0)
+    w, x = (rng.normal(size=(8, 8)).astype(np.float32) for _ in range(2))
+    first, second, *_ = str(mpjax.numerics(loss, w, x)).splitlines()
+    assert first == "no module needs to be kept in float32 for its range"
+    assert "by rounding, not by range: mpjax.search" in second
+
+
+def test_gradients_that_are_not_finite_are_no_all_clear():
+    report = mpjax.numerics(lambda w, x: jnp.sum(jnp.sqrt(x @ w)), -np.ones((2, 2), np.float32), np.ones((2, 2)))
+    assert str(report).startswith("The gradients are not finite in float32 either: mpjax.find_nonfinite shows where.")
+    report = mpjax.numerics(lambda w, x: 0 * jnp.sum(x @ w), np.ones((2, 2), np.float32), np.ones((2, 2)))
+    assert str(report).startswith("The gradients are all zero.")
+
+
+def test_modules_of_nnx_are_named_by_their_path():
+    class Hot(nnx.Module):
+        def __call__(self, x):
+            return (300 * x) * (300 * x) / 9e4
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs), Hot(), nnx.Linear(8, 8, rngs=rngs)])
+
+        def __call__(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    x = 3 * np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    report = mpjax.numerics(lambda net, x: jnp.mean(net(x) ** 2), Net(nnx.Rngs(0)), x)
+    assert report.keep_float32 == ("blocks/1",), str(report)

@@ -183,7 +183,7 @@ def test_a_deep_model_keeps_no_more_than_it_needs_and_says_when_the_passes_end()
     assert report.minimal
     tight = mpjax.search(loss_fn, params, X.reshape(-1, 16), budget=0.0007)
     assert tight.met
-    assert tight.passes <= 16
+    assert tight.passes <= 13
     assert tight.minimal or "stopped at the limit of passes" in tight.text()
 
 
@@ -251,3 +251,31 @@ def test_the_reference_of_a_search_is_float32_throughout():
     inner = mpjax.autocast(lambda w, x: jnp.tanh(x @ w) @ w, "mixed_bfloat16")
     w = jax.device_put(np.random.default_rng(1).normal(size=(32, 32)).astype(np.float32) / 6)
     assert mpjax.search(lambda w, x: jnp.mean(inner(w, x) ** 2), w, X).error_before > 1e-3
+
+
+def test_gradients_that_are_not_finite_in_float32_get_no_advice():
+    def loss(w, x):
+        with jax.named_scope("root"):
+            return jnp.mean(jnp.sqrt(x @ w))
+
+    w = np.random.default_rng(1).normal(size=(32, 32)).astype(np.float32)
+    report = mpjax.search(loss, w, X)
+    assert not report.met
+    assert report.text().startswith("the gradients of loss are not finite in float32 either: mpjax.find_nonfinite")
+    assert "float_function" not in report.text()
+    report = mpjax.layerwise_error(mpjax.autocast(loss), w, X)
+    assert "not finite in float32 either" in report.text()
+    assert "largest own error" not in report.text()
+
+
+def test_a_module_that_overflows_is_named_and_not_one_that_reads_it():
+    def loss(w, x):
+        with jax.named_scope("hot"):
+            with jax.named_scope("inner"):
+                y = x @ w
+            y = (300 * y) * (300 * y) / 9e4
+        with jax.named_scope("after"):
+            return jnp.mean(jnp.tanh(y @ w) ** 2)
+
+    w = np.random.default_rng(1).normal(size=(32, 32)).astype(np.float32) / 6
+    assert mpjax.search(loss, w, X).keep_float32 == ("hot",)
