@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
-import pathlib
 import re
-import struct
-import subprocess
-import sys
 
 import numpy as np
 from scipy.signal import resample_poly
 
 from benchmarks.parity.sources import manual
+from examples.speech.synthesis import Spoken, synthesize
 
-# The speech script's synthesizer, as a program: utterances in as JSON, rates and samples out.
-SYNTHESIZER = pathlib.Path(__file__).parents[2] / "examples" / "speech" / "synthesis.py"
 RATE = 16_000
 
 NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve twenty thirty hundred".split()
@@ -33,19 +27,13 @@ def letter_codes(word: str) -> list[int]:
 
 
 def _synthesized(words: list[str], voices: list[str]) -> list[np.ndarray]:
-    inputs = [(word, f"en-us+{voice}", 170, 50) for word, voice in zip(words, voices, strict=True)]
-    done = subprocess.run(
-        [sys.executable, "-P", str(SYNTHESIZER)], input=json.dumps(inputs).encode(), stdout=subprocess.PIPE, check=True
-    )
-    waves, offset = [], 0
-    for _ in inputs:
-        rate, size = struct.unpack_from("<II", done.stdout, offset)
-        samples = np.frombuffer(done.stdout, "<i2", size // 2, offset + 8).astype(np.float32) / 2**15
+    inputs = [Spoken(word, f"en-us+{voice}", 170, 50) for word, voice in zip(words, voices, strict=True)]
+    waves = []
+    for samples, rate in synthesize(inputs):
         common = math.gcd(RATE, rate)
-        wave = resample_poly(samples, RATE // common, rate // common)
+        wave = resample_poly(samples.astype(np.float32) / 2**15, RATE // common, rate // common)
         # espeak-ng ends a phrase with silence.
         waves.append(wave[: int(np.flatnonzero(np.abs(wave) > 0.01)[-1]) + 400])
-        offset += 8 + size
     return waves
 
 

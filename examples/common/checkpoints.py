@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
-from examples.common.cli import UsageError, disk_problem, one_line
-from examples.common.devices import say
+from examples.common.cli import UsageError, disk_problem, one_line, say
 
 Restored = tuple[Any, dict[str, Any]]  # a state and its position
 

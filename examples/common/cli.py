@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -31,6 +31,12 @@ def fail(program: str, error: Exception) -> NoReturn:
     """Prints an error as one line on stderr and exits with code 2."""
     print(f"{program}: error: {one_line(error)}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def say(text: str) -> None:
+    """Prints above a progress bar."""
+    tqdm.write(text)
+    sys.stdout.flush()
 
 
 def one_line(error: BaseException, limit: int | None = None) -> str:
@@ -66,11 +72,6 @@ def listing(names: Sequence[str], limit: int = 5) -> str:
     """Lists at most `limit` names as `a, b, c`, then the number of further names."""
     shown = ", ".join(repr(name) for name in names[:limit])
     return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
-
-
-def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, ["---"] * len(heads), *rows))
 
 
 # Skips unusable files: each is reported once, and too many are an error.

@@ -30,13 +30,11 @@ from examples.common.flags import (
 from examples.common.optimizers import Recipe
 
 # The actions of a config (`RunConfig.action`). An inspection takes the flags of the training that it inspects.
-INSPECT = ("audit", "profile")
-TRAIN_ONLY = ("train", "compare")  # one policy, or several in sequence
-TRAIN = (*TRAIN_ONLY, *INSPECT)
+INSPECT = ("audit", "profile", "numerics")
+TRAIN = ("train", *INSPECT)
 BENCHMARKS = ("training_benchmark", "inference_benchmark")
 USE = ("evaluate", "predict")
 BUILD = (*TRAIN, *BENCHMARKS)  # actions that build an optimizer
-COMPARE = (*BENCHMARKS, "compare")
 
 ACTION = Group("action")
 PRECISION = Group("precision")
@@ -73,6 +71,7 @@ class RunConfig(abc.ABC):
 
     audit: bool = ACTION(False, "print the precision of each part of a training step")
     profile: bool = ACTION(False, "print where the time of a training step goes")
+    numerics: bool = ACTION(False, "print the values of a training step that half precision would lose")
 
     policy: str = PRECISION("mixed_float16", f"{POLICIES}, or {DTYPES}", decides=True)
     amp: Literal["module", "autocast"] = PRECISION("module", "how: mpjax.with_policy or mpjax.autocast", decides=True)
@@ -82,12 +81,14 @@ class RunConfig(abc.ABC):
         None,
         "folder of the run (default: the next number in runs/SCRIPT)",
         "--results-dir",
-        uses=(*TRAIN_ONLY, *BENCHMARKS, *USE),
+        uses=("train", *BENCHMARKS, *USE),
     )
     resume: bool = FILES(False, "continue the run in --output; precision and --epochs may change", uses=TRAIN)
-    init_from: Path | None = FILES(None, "start from the weights of a run, an export or a file", uses=TRAIN_ONLY)
+    init_from: Path | None = FILES(
+        None, "start from the weights of a run, an export or a file", uses=("train", "numerics")
+    )
     weights: Path | None = FILES(None, "use a file written by --export instead of a checkpoint in --output", uses=USE)
-    export: Export | None = FILES(None, "write tested weights in this dtype", uses=(*TRAIN_ONLY, "evaluate"))
+    export: Export | None = FILES(None, "write tested weights in this dtype", uses=("train", "evaluate"))
     best: bool = FILES(False, "use the best checkpoint of the run instead of the newest (see --keep-best)", uses=USE)
 
     epochs: Count | None = TRAINING(None, "passes over the training data")
@@ -113,13 +114,11 @@ class RunConfig(abc.ABC):
     keep_best: bool = RUNNING(True, "also keep the checkpoint of the best epoch, in OUTPUT/best")
     log_every: Count = RUNNING(50, "steps between metrics of a step in TensorBoard")
 
-    warmup_steps: Natural = BENCHMARK(200, "steps to run before measuring", uses=BENCHMARKS)
-    num_iter: TwoOrMore = BENCHMARK(500, "number of steps to measure", uses=(*BENCHMARKS, "compare"))
-    compare: str | None = BENCHMARK(None, "policies a,b,...: (train and) time them in one process", uses=COMPARE)
-    batch_sizes: str | None = BENCHMARK(None, "batch sizes for --compare, separated by commas", uses=COMPARE)
+    warmup_steps: Natural = BENCHMARK(200, "steps to run before measuring")
+    num_iter: TwoOrMore = BENCHMARK(500, "number of steps to measure")
 
     devices: int | None = DEVICES(None, "number of devices that share a batch (default: all)")
-    fsdp: bool = DEVICES(False, "shard the state over all devices instead of copying it", uses=(*BUILD, "compare"))
+    fsdp: bool = DEVICES(False, "shard the state over all devices instead of copying it", uses=BUILD)
     workers: Count = DEVICES(os.cpu_count() or 1, "number of threads that load data")
 
     def __post_init__(self) -> None:
@@ -128,8 +127,6 @@ class RunConfig(abc.ABC):
             re.compile(self.freeze or "")
         except re.error as error:
             raise UsageError(f"--freeze {self.freeze!r} is not a regular expression: {error}.") from error
-        if self.batch_sizes is not None and not all(x.isdecimal() and int(x) for x in self.batch_sizes.split(",")):
-            raise UsageError(f"--batch-sizes {self.batch_sizes!r}: give numbers with commas, such as 32,64,128.")
         self._check_precision()
         self._check_together()
 
@@ -155,9 +152,7 @@ class RunConfig(abc.ABC):
         for name in INSPECT:
             if getattr(self, name):
                 return name
-        if self.mode not in ("train", "train_and_evaluate"):
-            return self.mode
-        return "train" if self.compare is None else "compare"
+        return "train" if self.mode == "train_and_evaluate" else self.mode
 
     @property
     def action_flag(self) -> str:
@@ -165,16 +160,6 @@ class RunConfig(abc.ABC):
         return (
             f"--mode {self.mode}" if self.action in ("train", *BENCHMARKS, *USE) else f"--{self._dashed(self.action)}"
         )
-
-    @property
-    def policies(self) -> tuple[str, ...]:
-        """The requested policies: those of --compare, else --policy."""
-        return (self.policy,) if self.compare is None else tuple(self.compare.split(","))
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The batch sizes of a comparison."""
-        return tuple(int(size) for size in (self.batch_sizes or str(self.preset.batch_size)).split(","))
 
     @property
     def is_benchmark(self) -> bool:
@@ -207,11 +192,11 @@ class RunConfig(abc.ABC):
 
     def trained(self, settings: dict[str, Any]) -> Any:
         """Returns a copy with the settings that a run was trained with."""
-        return dataclasses.replace(self, compare=None, batch_sizes=None, **from_json(type(self), settings))
+        return dataclasses.replace(self, **from_json(type(self), settings))
 
     def with_precision(self, precision: dict[str, Any]) -> Any:
         """Returns a copy with another precision."""
-        return dataclasses.replace(self, compare=None, batch_sizes=None, **precision)
+        return dataclasses.replace(self, **precision)
 
     @property
     def precision(self) -> dict[str, Any]:
@@ -219,17 +204,15 @@ class RunConfig(abc.ABC):
         return {name: getattr(self, name) for name in PRECISION_FLAGS}
 
     def _check_precision(self) -> None:
-        flag = "--policy" if self.compare is None else "--compare"
-        for name in self.policies:
-            try:
-                policy = mpjax.get_policy(name)
-            except ValueError as error:
-                raise UsageError(f"{flag} {name!r}: {error}") from error
-            if self.amp == "autocast" and policy.param_dtype != "float32":
-                raise UsageError(
-                    f"--amp autocast keeps the parameters in float32, but {flag} {name!r} requires "
-                    f"{policy.param_dtype} parameters; use --amp module, or a policy such as mixed_float16."
-                )
+        try:
+            policy = mpjax.get_policy(self.policy)
+        except ValueError as error:
+            raise UsageError(f"--policy {self.policy!r}: {error}") from error
+        if self.amp == "autocast" and policy.param_dtype != "float32":
+            raise UsageError(
+                f"--amp autocast keeps the parameters in float32, but --policy {self.policy!r} requires "
+                f"{policy.param_dtype} parameters; use --amp module, or a policy such as mixed_float16."
+            )
         if self.loss_scale not in (None, "dynamic"):
             try:
                 mpjax.static_loss_scale(optax.identity(), float(self.loss_scale or ""))
@@ -250,8 +233,6 @@ class RunConfig(abc.ABC):
         for name in ("momentum", "nesterov"):
             if name in self.given and self.preset.optimizer != "sgd":
                 raise UsageError(f"--{name} is for sgd; --optimizer {self.preset.optimizer} has none.")
-        if self.batch_sizes is not None and self.compare is None:
-            raise UsageError(f"--batch-sizes {self.batch_sizes} is only for --compare: add it, or give --batch-size.")
 
     @staticmethod
     def _dashed(name: str) -> str:

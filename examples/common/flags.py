@@ -74,33 +74,30 @@ class ForeignFlag(NamedTuple):
 def parse(
     config: type[C], program: str, arguments: Sequence[str], foreign: Mapping[str, ForeignFlag] | None = None
 ) -> C:
-    """Parses a command line into a config.
+    """Parses a command line into a config. Its field `given` holds the names of the given flags.
 
     Raises:
         UsageError: A flag is unknown, has an invalid value, or is not used by the chosen action.
     """
-    parsed, rest = parse_known(config, program, translate(arguments, foreign or {}))
+    words = map(_dashed, translate(arguments, foreign or {}))
+    space, rest = _parser(config, program).parse_known_args([*words])
     if rest:
         known = [name for field in _flags(config) for name in _names(field)]
         name = rest[0].split("=")[0]
         close = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {close[0]}?" if close else f"{program} --help lists all flags."
         raise UsageError(f"{rest[0]}: unknown flag; {hint}")
-    return parsed
-
-
-def parse_known(config: type[C], program: str, arguments: Sequence[str]) -> tuple[C, list[str]]:
-    """Parses a command line into a config and the arguments that it does not know.
-
-    The field `given`, if the config has one, holds the names of the given flags.
-    """
-    parser = _parser(config, program)
-    space, rest = parser.parse_known_args([_dashed(word) for word in arguments])
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(space).items()}
-    names = {"given": frozenset(given)} if hasattr(config, "given") else {}
-    parsed = config(**given, **names)
-    _check_used(parsed, given)
-    return parsed, rest
+    parsed: Any = config(**given, given=frozenset(given))  # type: ignore[call-arg]
+    for field in _flags(config):
+        uses = field.metadata["group"].uses
+        used = uses is None or parsed.action in uses or getattr(parsed, field.name) is None
+        if field.name in given and not used:
+            raise UsageError(
+                f"{_names(field)[0]} has no effect in {parsed.action_flag}; it is for {', '.join(sorted(uses))}. "
+                "Leave it out."
+            )
+    return parsed
 
 
 def check_ranges(config: Any) -> None:
@@ -159,17 +156,6 @@ def translate(arguments: Sequence[str], foreign: Mapping[str, ForeignFlag]) -> l
 
 def _flags(config: Any) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(config) if "group" in field.metadata]
-
-
-def _check_used(config: Any, given: Collection[str]) -> None:
-    action = getattr(config, "action", None)
-    for field in _flags(config):
-        uses = field.metadata["group"].uses
-        if field.name in given and uses is not None and action not in uses and getattr(config, field.name) is not None:
-            raise UsageError(
-                f"{_names(field)[0]} has no effect in {config.action_flag}; it is for {', '.join(sorted(uses))}. "
-                "Leave it out."
-            )
 
 
 class _Parser(argparse.ArgumentParser):

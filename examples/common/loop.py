@@ -19,14 +19,12 @@ from tqdm import tqdm
 
 import mpjax
 from examples.common.checkpoints import Checkpoints
-from examples.common.cli import UsageError
+from examples.common.cli import UsageError, say
 from examples.common.config import RunConfig
-from examples.common.devices import say
 from examples.common.run_folder import RunFolder
 from examples.common.task import Task
 from examples.common.training import means
 from perf.environment import versions
-from perf.memory import is_out_of_memory
 
 # Largest number of consecutive skipped steps that `mpjax.check_progress` accepts.
 _MAX_SKIPS = 50
@@ -89,21 +87,11 @@ def train(task: Task, folder: RunFolder) -> dict[str, Any]:
     """Trains to the last epoch and returns the content of summary.json.
 
     Raises:
-        UsageError: Training diverged, memory or the disk is full, or the checkpoint is of another model.
+        UsageError: Training diverged, the disk is full, or the checkpoint is of another model.
         Interrupted: A signal ended the training. The state is saved.
     """
     with contextlib.ExitStack() as stack:
-        try:
-            return _Run(task, folder, stack).finish()
-        except UsageError:
-            raise
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise UsageError(
-                    f"out of memory at --batch-size {task.batch_size}, --policy {task.policy}: use a smaller one. "
-                    "--accumulate keeps the effective batch size; --resume continues from the last checkpoint."
-                ) from error
-            raise
+        return _Run(task, folder, stack).finish()
 
 
 class _Run:

@@ -5,28 +5,31 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 import mpjax
-from examples.common.benchmarks import run_benchmark, run_comparison
-from examples.common.cli import UsageError, command_line, disk_problem, fail
+from examples.common.cli import UsageError, command_line, disk_problem, fail, say
 from examples.common.config import INSPECT, PRECISION_FLAGS, RunConfig
-from examples.common.devices import DataParallel, say
 from examples.common.flags import from_json, parse
-from examples.common.loop import Interrupted, open_folder, train
-from examples.common.run_folder import RunFolder
+from examples.common.loop import Interrupted, open_folder, parameter_count, train
+from examples.common.run_folder import RunFolder, write_json
 from examples.common.task import Task, shape_of
-from examples.common.training import Variables
+from examples.common.training import DataParallel, Variables, compile_step
 from examples.common.weights import cast_weights, file_variables, read_about, write_weights
+from perf.environment import environment
+from perf.memory import is_out_of_memory, peak_bytes
 
 MakeTask = Callable[[Any], Task]
 
 _PROFILED = 10  # steps of --profile
+_MEASURED = 2  # batches of --numerics
 
 
 def run(config: RunConfig, kind: type[Task]) -> dict[str, Any]:
@@ -37,25 +40,26 @@ def run(config: RunConfig, kind: type[Task]) -> dict[str, Any]:
         kind: The script's task.
 
     Raises:
-        UsageError: The data or the flags are invalid.
+        UsageError: The data or the flags are invalid, or memory is full.
         Interrupted: A signal ended the training. The state is saved.
     """
-    if config.action == "evaluate":
-        return evaluate(config, kind)
-    if config.action == "predict":
-        task, variables = open_model(config, kind)
-        return task.predict(variables)
-    make = task_maker(config, kind)
-    if config.action in INSPECT:
-        return inspect(config, make)
-    if config.is_benchmark:
-        if not config.compare:
-            return run_benchmark(config, make)
-        with open_folder(config, "-benchmarks") as folder:
-            return run_comparison(config, make, folder)
-    if config.compare:
-        return train_and_compare(config, make)
-    return run_training(config, make)
+    try:
+        if config.action == "evaluate":
+            return evaluate(config, kind)
+        if config.action == "predict":
+            task, variables = open_model(config, kind)
+            return task.predict(variables)
+        make = task_maker(config, kind)
+        if config.action in INSPECT:
+            return inspect(config, make)
+        return run_benchmark(config, make) if config.is_benchmark else run_training(config, make)
+    except Exception as error:
+        if isinstance(error, UsageError) or not is_out_of_memory(error):
+            raise
+        raise UsageError(
+            f"out of memory at --batch-size {config.preset.batch_size}, --policy {config.policy}: use a smaller one. "
+            "--accumulate keeps the effective batch size; --resume continues from the last checkpoint."
+        ) from error
 
 
 def task_maker(config: RunConfig, kind: type[Task]) -> MakeTask:
@@ -80,39 +84,111 @@ def run_training(config: RunConfig, make: MakeTask) -> dict[str, Any]:
 
 
 def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
-    """Prints the precision or the time of each operation of a training step."""
+    """Prints the precision or the time of each operation of a training step, or what half precision would lose."""
     task = make(config)
     step, batch = task.training.train_step, task.example_batches(task.batch_size)[-1]
     if config.audit:
         say(str(mpjax.audit(step, task.abstract_state(), task.parallel.like_batch(batch))))
-    if config.profile:
-        try:
-            same_shape = (other for other in task.endless_batches() if shape_of(other) == shape_of(batch))
-            batches = map(task.put, same_shape)
+        return {}
+    same_shape = (other for other in task.endless_batches() if shape_of(other) == shape_of(batch))
+    batches = map(task.put, same_shape)
+    try:
+        if config.profile:
             say(str(mpjax.profile(step, task.initial_state(), steps=_PROFILED, batches=batches)))
-        finally:
-            task.close()
+        else:
+            state = task.start_state()
+            stats, loss = state.stats, task.training.model.loss
+
+            def loss_fn(params: Any, batch: Any) -> jax.Array:
+                return loss(Variables(params, stats), batch, jax.random.key(0)).mean
+
+            say(str(mpjax.numerics(loss_fn, state.params, batches=itertools.islice(batches, _MEASURED))))
+    finally:
+        task.close()
     return {}
 
 
-def train_and_compare(config: RunConfig, make: MakeTask) -> dict[str, Any]:
-    """Trains each policy of --compare at each batch size in a subfolder of --output, then measures them."""
-    with open_folder(config) as folder:
-        metrics: dict[tuple[str, int], dict[str, Any]] = {}
-        for size, policy in itertools.product(config.sizes, config.policies):
-            name = policy.replace("/", "_") + (f"-batch{size}" if config.batch_sizes else "")
-            output = folder.path / name
-            resume = config.resume and (output / "config.json").exists()
-            changed: Any = {"policy": policy, "batch_size": size, "output": output, "resume": resume}
-            single = dataclasses.replace(config, compare=None, batch_sizes=None, **changed)
-            try:
-                summary = run_training(single, make)
-            except Interrupted as interrupted:
-                # The comparison is resumed, not this one training.
-                interrupted.output = folder.path
-                raise
-            metrics[policy, size] = {name: value for name, value in summary.items() if isinstance(value, float)}
-        return run_comparison(dataclasses.replace(config, output=folder.path), make, folder, metrics)
+# The benchmark modes.
+
+
+def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
+    """Measures steps of training or of inference on synthetic data, and writes benchmark.json."""
+    task = make(config)
+    training, unit = config.mode == "training_benchmark", task.unit
+    with open_folder(config, "-benchmarks") as folder:
+        state: Any = task.initial_state()
+        parameters = parameter_count(state.params)
+        state = state if training else task.training.weights(state)
+        batch = task.parallel.put(task.synthetic_batch())
+        compiled = compile_step(task.training.train_step if training else task.inference_step(), state, batch)
+
+        def step() -> Any:
+            nonlocal state
+            if not training:
+                return compiled.call(state, batch)
+            state, outputs = compiled.call(state, batch)
+            return outputs
+
+        sizes = {"warmup": config.warmup_steps, "iterations": config.num_iter, "items": task.batch_size}
+        last, results = measure(step, **sizes, unit=unit, one_by_one=not training)
+        results |= {name: last[name].item() for name in ("loss_scale", "skipped_steps") if training}
+        results = {
+            "mode": config.mode,
+            **task.benchmark_settings(),
+            "environment": environment(),
+            "policy": config.policy,
+            "amp": config.amp,
+            "parameters": parameters,
+            "batch_size": task.batch_size,
+            "devices": task.parallel.count,
+            "warmup_steps": config.warmup_steps,
+            "iterations": config.num_iter,
+            "compile_seconds": compiled.seconds,
+            "program_bytes": compiled.bytes,
+            **results,
+            **task.benchmark_metrics(results[f"{unit}_per_second"]),
+        }
+        write_json(folder.path / "benchmark.json", results)
+    latency = ", ".join(f"{name} {value:.1f}" for name, value in results["latency_milliseconds"].items())
+    memory = f"{compiled.bytes / 2**20:,.0f} MiB"
+    say(f"latency in ms: {latency}; {memory}; compiled in {compiled.seconds:.1f} s; output in {folder.path}")
+    return results
+
+
+def measure(
+    step: Callable[[], Any], *, warmup: int, iterations: int, items: int, unit: str, one_by_one: bool = False
+) -> tuple[Any, dict[str, Any]]:
+    """Runs a step `warmup + iterations` times and measures the last `iterations`.
+
+    Args:
+        step: Dispatches a step and returns an output that is ready when the step is done.
+        items: Number of items in a batch.
+        unit: What an item is, in the plural.
+        one_by_one: Whether to wait for each step before dispatching the next, as a server does that answers
+            requests one by one. Otherwise one step is always queued, as in training, and the latency is the
+            time between the ends of two steps.
+
+    Returns:
+        The last output, and a JSON object with the speed, latencies in milliseconds, and memory.
+    """
+    before, ends = None, [time.perf_counter()]
+    for index in range(warmup + iterations):
+        shown = step()
+        if one_by_one or index:
+            # Wait for the previous step, so that the device always has another one queued.
+            jax.block_until_ready(shown if one_by_one else before)
+            ends.append(time.perf_counter())
+        before = shown
+    jax.block_until_ready(before)
+    if not one_by_one:
+        ends.append(time.perf_counter())
+    seconds = np.diff(ends[warmup:])
+    percentiles = {f"p{q}": float(np.percentile(seconds, q)) * 1e3 for q in (50, 90, 95, 99)}
+    return before, {
+        f"{unit}_per_second": items * iterations / float(seconds.sum()),
+        "latency_milliseconds": {"avg": float(seconds.mean()) * 1e3, **percentiles},
+        "peak_memory_bytes": peak_bytes(),
+    }
 
 
 # Tests a trained model of any script, and exports its weights.

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 
 import mpjax
 from examples.common.checkpoints import Checkpoints, Restored
-from examples.common.cli import UsageError
+from examples.common.cli import UsageError, say
 from examples.common.config import RunConfig
-from examples.common.devices import DataParallel, say
 from examples.common.run_folder import RunFolder
 from examples.common.training import (
+    DataParallel,
     Model,
     Sums,
     Training,

@@ -1,6 +1,6 @@
 """`python -m examples.custom`: a custom model and dataset in the training loop of the other scripts; copy this file.
 
-It has the flags that all scripts share: `--policy`, `--resume`, `--init-from`, `--export`, `--audit`, `--compare`, ...
+It has the flags that all scripts share: `--policy`, `--resume`, `--init-from`, `--export`, `--audit`, ...
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import optax
 import mpjax
 from examples.common import modes
 from examples.common.config import RunConfig
-from examples.common.devices import DataParallel
 from examples.common.optimizers import Recipe
 from examples.common.task import Task
-from examples.common.training import Loss, Model, Variables, masked_sums, means
+from examples.common.training import DataParallel, Loss, Model, Variables, masked_sums, means
 
 
 class Batch(NamedTuple):

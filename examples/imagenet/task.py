@@ -11,19 +11,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples.common.cli import UsageError, disk_problem, each_readable, listing
-from examples.common.devices import DataParallel, say
+from examples.common.cli import UsageError, disk_problem, each_readable, listing, say
 from examples.common.modes import cast_to_policy
 from examples.common.run_folder import write_json
 from examples.common.task import Task
-from examples.common.training import Variables, check_outputs
+from examples.common.training import DataParallel, Variables, check_outputs
 from examples.imagenet.config import Config
-from examples.imagenet.data import EMBEDDED, Array, Augmentation, Batch, Dataset, Description, empty_batch
+from examples.imagenet.data import (
+    EMBEDDED,
+    Array,
+    Augmentation,
+    Batch,
+    Dataset,
+    Description,
+    empty_batch,
+    evaluation_batches,
+)
 from examples.imagenet.decoding import View, read_crop
 from examples.imagenet.image_folder import open_image_folder
-from examples.imagenet.models import KINDS
-from examples.imagenet.pipeline import evaluation_batches
-from examples.imagenet.pretrained import read_pretrained
+from examples.imagenet.models import KINDS, read_pretrained
 
 
 class ImageData(Task):

@@ -27,10 +27,9 @@ from examples.common.training import (
     masked_sums,
     tested_means,
 )
-from examples.imagenet.data import Batch, empty_batch
+from examples.imagenet.data import Batch, empty_batch, evaluation_batches, train_batches
 from examples.imagenet.decoding import erase, mix_up
 from examples.imagenet.models import check_outputs_of, network
-from examples.imagenet.pipeline import evaluation_batches, train_batches
 from examples.imagenet.task import TOP, ImageData, correct
 
 

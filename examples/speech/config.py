@@ -10,9 +10,7 @@ from examples.common.cli import UsageError
 from examples.common.config import (
     ACTION,
     BENCHMARK,
-    BENCHMARKS,
     BUILD,
-    COMPARE,
     DATA,
     FILES,
     MODEL,
@@ -81,9 +79,9 @@ class Config(RunConfig):
     augment: bool = TRAINING(True, "apply SpecAugment and random changes of speed and volume")
     buckets: Count = TRAINING(2, "number of lengths to pad utterances to", uses=(*BUILD, "evaluate"))
 
-    longest: Positive = BENCHMARK(4.0, "longest utterance in seconds; others from a quarter of it", uses=COMPARE)
-    warmup_steps: Natural = BENCHMARK(10, "steps to run before measuring", uses=BENCHMARKS)
-    num_iter: TwoOrMore = BENCHMARK(50, "number of steps to measure", uses=(*BENCHMARKS, "compare"))
+    longest: Positive = BENCHMARK(4.0, "longest utterance in seconds; others from a quarter of it")
+    warmup_steps: Natural = BENCHMARK(10, "steps to run before measuring")
+    num_iter: TwoOrMore = BENCHMARK(50, "number of steps to measure")
 
     def _check_together(self) -> None:
         super()._check_together()

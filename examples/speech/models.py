@@ -15,8 +15,7 @@ import mpjax
 from examples.common.training import Variables
 from examples.speech.batching import Array, Batch
 from examples.speech.config import Config
-from examples.speech.deepspeech import DeepSpeech
-from examples.speech.layers import time_mask
+from examples.speech.deepspeech import DeepSpeech, time_mask
 
 
 class Applied(NamedTuple):

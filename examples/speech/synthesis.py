@@ -1,4 +1,4 @@
-"""Speech synthesis with espeak-ng in a separate process: JSON utterances on stdin, samples on stdout.
+"""Speech synthesis with espeak-ng in a separate process.
 
 The library keeps state between utterances (noise, flutter). Samples are reproducible bit for bit only in a new process
 that speaks the same utterances in the same order.
@@ -6,13 +6,11 @@ that speaks the same utterances in the same order.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import json
-import struct
-import subprocess
-import sys
+import functools
+import multiprocessing
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,28 +39,24 @@ def synthesize(utterances: Sequence[Spoken]) -> Iterator[tuple[np.ndarray, int]]
     Raises:
         SynthesisError: The library is missing, or does not know a voice.
     """
-    # -P: this folder's modules must not shadow others of the same name.
-    command = [sys.executable, "-P", __file__]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdin
-        assert process.stdout
-        assert process.stderr
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         try:
-            # The child reads all input before it speaks, so full pipes cannot deadlock.
-            with contextlib.suppress(BrokenPipeError):  # stderr has the reason
-                process.stdin.write(json.dumps(utterances).encode())
-                process.stdin.close()
-            for _ in utterances:
-                rate, size = struct.unpack("<II", process.stdout.read(8) or bytes(8))
-                samples = process.stdout.read(size)
-                if not size or len(samples) < size:
-                    message = process.stderr.read().decode(errors="replace").strip()
-                    raise SynthesisError(
-                        message.splitlines()[-1] if message else "espeak-ng exited without an error message"
-                    )
+            for samples, rate in process.map(_speak, utterances, chunksize=16):
                 yield np.frombuffer(samples, "<i2"), rate
+        except Exception as error:  # of the process, or its end
+            raise SynthesisError(str(error)) from error
         finally:
-            process.kill()
+            process.shutdown(cancel_futures=True)
+
+
+def _speak(spoken: Spoken) -> tuple[bytes, int]:
+    espeak = _espeak()
+    return espeak.speak(spoken), espeak.rate
+
+
+@functools.cache
+def _espeak() -> _Espeak:
+    return _Espeak()
 
 
 class _Espeak:
@@ -84,7 +78,7 @@ class _Espeak:
         # The library silently ignores an unknown variant.
         variant = self._variants / spoken.voice.partition("+")[2]
         if self._library.espeak_SetVoiceByName(spoken.voice.encode()) != 0 or not variant.exists():
-            raise SystemExit(f"espeak-ng has no voice {spoken.voice!r}")
+            raise SynthesisError(f"it has no voice {spoken.voice!r}")
         self._library.espeak_SetParameter(_RATE, spoken.rate, 0)
         self._library.espeak_SetParameter(_PITCH, spoken.pitch, 0)
         text = spoken.text.encode()
@@ -97,15 +91,3 @@ class _Espeak:
         if count > 0 and samples:
             self._pieces.append(ctypes.string_at(samples, count * 2))
         return 0
-
-
-def _serve() -> None:
-    utterances = [Spoken(*values) for values in json.load(sys.stdin)]
-    espeak = _Espeak()
-    for spoken in utterances:
-        samples = espeak.speak(spoken)
-        sys.stdout.buffer.write(struct.pack("<II", espeak.rate, len(samples)) + samples)
-
-
-if __name__ == "__main__":
-    _serve()

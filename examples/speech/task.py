@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from examples.common.cli import UsageError
-from examples.common.devices import DataParallel, say
+from examples.common.cli import UsageError, say
 from examples.common.run_folder import write_json
 from examples.common.task import Task
+from examples.common.training import DataParallel
 from examples.speech.audio import SAMPLE_RATE
 from examples.speech.batching import Batch, Buckets, Shape
 from examples.speech.config import Config

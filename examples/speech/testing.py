@@ -12,11 +12,10 @@ import jax
 import jiwer
 import numpy as np
 
-from examples.common.cli import UnusableFileError, each_readable
-from examples.common.devices import DataParallel, say
+from examples.common.cli import UnusableFileError, each_readable, say
 from examples.common.modes import cast_to_policy
 from examples.common.task import shape_of
-from examples.common.training import Variables, check_outputs, compile_step
+from examples.common.training import DataParallel, Variables, check_outputs, compile_step
 from examples.speech.audio import SAMPLE_RATE, read_audio
 from examples.speech.batching import Array, Buckets, Shape
 from examples.speech.config import Config

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from examples.common.checkpoints import Checkpoints
-from examples.common.devices import DataParallel
 from examples.common.run_folder import RunFolder
+from examples.common.training import DataParallel
 from examples.custom.__main__ import Config, CustomTask, main
 from examples.imagenet.task import correct
 

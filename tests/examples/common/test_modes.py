@@ -19,7 +19,6 @@ from examples.speech.train import SpeechTask
     [
         ({}, "run_training"),
         ({"audit": True}, "inspect"),
-        ({"compare": "float32,O2"}, "train_and_compare"),
         ({"mode": "training_benchmark"}, "run_benchmark"),
         ({"mode": "evaluate", "output": "run"}, "evaluate"),
     ],
@@ -32,7 +31,7 @@ def test_flags_choose_one_mode(script, flags, done, monkeypatch):
     def note(name: str) -> Any:
         return lambda *_, **__: called.append(name) or {}
 
-    for name in ("run_training", "inspect", "train_and_compare", "run_benchmark", "evaluate"):
+    for name in ("run_training", "inspect", "run_benchmark", "evaluate"):
         monkeypatch.setattr(modes, name, note(name))
     monkeypatch.setattr(script, "open", note("data"))
     modes.run(script.config_type(**flags), script)

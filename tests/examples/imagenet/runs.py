@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from examples.common.checkpoints import Checkpoints
-from examples.common.devices import DataParallel
-from examples.common.training import TrainState
+from examples.common.training import DataParallel, TrainState
 from examples.imagenet import models
 from examples.imagenet.config import Config
 from examples.imagenet.data import EMBEDDED, Batch, Digits

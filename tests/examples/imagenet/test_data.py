@@ -14,10 +14,9 @@ from PIL import Image
 
 from examples.common.cli import UsageError
 from examples.imagenet import decoding
-from examples.imagenet.data import Augmentation, Batch, Dataset, Digits, Mnist
+from examples.imagenet.data import Augmentation, Batch, Dataset, Digits, Mnist, evaluation_batches, train_batches
 from examples.imagenet.decoding import Crop, View, middle_box, random_box
 from examples.imagenet.image_folder import ImageFolder, open_image_folder
-from examples.imagenet.pipeline import evaluation_batches, train_batches
 from tests.examples.imagenet.image_tree import CLASSES, cat, make_photo_tree
 
 # Batches.

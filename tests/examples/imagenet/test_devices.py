@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from examples.common.cli import UsageError
-from examples.common.devices import DataParallel
-from examples.common.training import means
+from examples.common.training import DataParallel, means
 from tests.examples.imagenet.runs import digits_task
 
 pytestmark = pytest.mark.usefixtures("quick_runs")

@@ -232,10 +232,8 @@ def test_diverged_training_is_reported_in_one_line(diverging, tmp_path, monkeypa
     [
         (["--weights", "no/such/file"], "--weights"),
         (["--images", "x.png"], "--images"),
-        (["--mode", "predict", "--output", "x", "--compare", "O1"], "--compare"),
         (["--mode", "evaluate", "--output", "x", "--mixup", "0.2"], "--mixup"),
         (["--mode", "training_benchmark", "--resume", "--output", "x"], "--resume"),
-        (["--batch-sizes", "3"], "--batch-sizes"),
         (["--num-iter", "3"], "--num-iter"),
         (["--audit", "--output", "x"], "--output"),
         (["--no-flip"], "--flip"),
@@ -243,7 +241,7 @@ def test_diverged_training_is_reported_in_one_line(diverging, tmp_path, monkeypa
         (["--mode", "training_benchmark", "--max-unreadable", "0.5"], "--max-unreadable"),
         (["--data-dir", "x", "--whole", "--test-crop", "1"], "--test-crop"),
         (["--mode", "train", "--patience", "3"], "--patience"),
-        (["--warmup-steps", "3", "--compare", "O1"], "--warmup-steps"),
+        (["--warmup-steps", "3"], "--warmup-steps"),
     ],
 )
 def test_flags_without_effect_are_refused(flags, flag, capsys):

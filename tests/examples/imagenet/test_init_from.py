@@ -20,8 +20,7 @@ from examples.common.run_folder import RunFolder, write_json
 from examples.common.training import Variables, float32_params
 from examples.common.weights import write_weights
 from examples.imagenet import train
-from examples.imagenet.models import network
-from examples.imagenet.pretrained import read_pretrained
+from examples.imagenet.models import network, read_pretrained
 from examples.imagenet.train import main
 from tests.examples.imagenet.runs import as_bytes, digit_flags, digits_task, error_of
 

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import signal
 import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import pytest
 
-from examples.common import loop
-from examples.common.benchmarks import compare, comparison_table, measure
 from examples.common.flags import parse
-from examples.common.training import Compiled
+from examples.common.modes import measure
 from examples.imagenet.__main__ import main
 from examples.imagenet.config import Config
 from tests.examples.imagenet.runs import error_of
@@ -57,42 +51,6 @@ def test_inference_benchmark_waits_for_each_batch(tmp_path):
     assert "loss_scale" not in results
 
 
-def test_interrupted_comparison_resumes_and_covers_every_policy(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    flags = ["--compare", "float32,mixed_float16", "--batch-sizes", "32", "--num-iter", "2", "--epochs", "1"]
-    flags += ["--batch-size", "32", "--devices", "1"]
-    real = loop._Run._save_or_stop
-
-    def check(self):
-        if self.task.policy == "mixed_float16":
-            signal.raise_signal(signal.SIGTERM)
-        real(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop._Run, "_save_or_stop", check)
-        assert main(flags) == 128 + signal.SIGTERM
-    assert f"{' '.join(flags)} --output runs/imagenet/0001 --resume" in capsys.readouterr().out
-    output = Path("runs/imagenet/0001")
-    assert main([*flags, "--output", str(output), "--resume"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("has already finished") == 1
-    rows = json.loads((output / "comparison.json").read_text())["rows"]
-    assert [(row["batch_size"], row["policy"]) for row in rows] == [(32, "float32"), (32, "mixed_float16")]
-    for row in rows:
-        summary = json.loads((output / f"{row['policy']}-batch32" / "summary.json").read_text())
-        assert row["test_accuracy"] == summary["test_accuracy"]
-        assert row["milliseconds"] > 0
-        assert row["memory_bytes"] > 0
-    assert (output / "comparison.md").read_text() in said
-
-
-def test_cases_that_do_not_fit_are_in_the_table():
-    fits = SimpleNamespace(run=lambda: jnp.zeros(()), compiled=Compiled(None, 1.0, 2**20))
-    lines = comparison_table(compare({"O1": None, "float32": fits}, 8, 2), "images", {}).splitlines()
-    assert lines[2] == "| 8 | O1 | out of memory | - | - | - |"
-    assert lines[3].startswith("| 8 | float32 | ")
-
-
 def test_measurement_excludes_the_warm_up():
     counts = itertools.count()
 
@@ -108,8 +66,6 @@ def test_measurement_excludes_the_warm_up():
 @pytest.mark.parametrize(
     ("flags", "quoted"),
     [
-        (["--compare", "float32,half7"], "--compare 'half7'"),
-        (["--batch-sizes", "32,x"], "--batch-sizes '32,x'"),
         (["--mode", "evaluate"], "add --output DIR or --weights FILE"),
         (["--mode", "training_benchmark", "--iter-unit", "epoch"], "--iter-unit: invalid choice: 'epoch'"),
         (["--mode", "training_benchmark", "--dataset", "mnist"], "leave out --data-dir and --dataset"),

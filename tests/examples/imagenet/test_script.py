@@ -18,7 +18,6 @@ from tensorboardX.proto.event_pb2 import Event
 from examples.common.loop import Interruption
 from examples.common.run_folder import RunFolder
 from examples.common.training import evaluation_means, evaluation_sums, masked_sums, means
-from examples.imagenet import seeds
 from examples.imagenet.__main__ import main
 from testing.measures import half_share
 from tests.examples.imagenet.image_tree import make_photo_tree
@@ -174,28 +173,6 @@ def test_photos_train_and_unreadable_ones_are_named_and_counted(own_photos, tmp_
     assert (summary["train_images"], summary["test_images"]) == (13, 7)
     # Six of the seven test images count.
     assert summary["test_accuracy"] * 6 == pytest.approx(round(summary["test_accuracy"] * 6))
-
-
-def test_seeds_prints_a_table_and_reuses_finished_runs(tmp_path, capsys):
-    policy = "mixed_float16 --loss-scale 1024"
-    flags = ["--seeds", "0", "1", "--policies", policy]
-    flags += ["--output", str(tmp_path), "--epochs", "1", "--batch-size", "32", "--devices", "1"]
-    assert seeds.main(flags) == 0
-    table = (tmp_path / "results.md").read_text()
-    accuracies = [
-        json.loads((tmp_path / f"mixed_float16-loss-scale-1024-seed{seed}" / "summary.json").read_text())[
-            "test_accuracy"
-        ]
-        for seed in (0, 1)
-    ]
-    mean, deviation = np.mean(accuracies), np.std(accuracies, ddof=1)
-    low, high = sorted(accuracies)
-    row = f"| {policy} | {mean:.2%} ± {deviation:.2%} | {low:.2%} | {high:.2%} | 0 |"
-    assert table.splitlines()[2] == row
-    capsys.readouterr()
-    assert seeds.main(flags) == 0
-    assert capsys.readouterr().out.count("already finished") == 2
-    assert (tmp_path / "results.md").read_text() == table
 
 
 # Bad input: one line with the value and a remedy, and exit code 2.

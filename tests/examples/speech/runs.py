@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.common.devices import DataParallel
+from examples.common.training import DataParallel
 from examples.speech.config import Config
 from examples.speech.train import SpeechTask, main
 from tests.examples.errors import line_of_error

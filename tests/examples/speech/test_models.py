@@ -14,8 +14,8 @@ from flax import nnx
 
 import mpjax
 from examples.speech.config import Config
+from examples.speech.deepspeech import CELLS, Recurrent, recur, recur_by_scan
 from examples.speech.models import create_network
-from examples.speech.recurrence import CELLS, Recurrent, recur, recur_by_scan
 from testing import cheap_keys
 from testing.measures import MATMULS, equations, matmuls, risky_in_half
 from testing.random_programs.evaluate import arrays_in_numpy, in_numpy

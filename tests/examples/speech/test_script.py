@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jiwer
@@ -16,7 +15,6 @@ import soundfile
 
 from examples.common import loop
 from examples.speech.__main__ import main
-from examples.speech.precision import losses_by_part
 from tests.examples import processes
 from tests.examples.speech.runs import TINY, TINY_MODEL, as_bytes, as_flags, error_of, lines_of, task_of
 
@@ -165,21 +163,6 @@ def test_benchmark_reports_latencies_and_audio_hours(tmp_path, capsys):
     # Audio of 0.05 s to 0.2 s, with a mean of 0.125 s.
     assert results["audio_hours_per_hour"] == pytest.approx(0.125 * results["utterances_per_second"], rel=1e-3)
     assert "hours of audio/h" in capsys.readouterr().out
-
-
-def test_precision_table_has_the_worst_operation_of_each_part():
-    row = {"phase": "forward", "overflowed": 0.0, "flushed": 0.0, "absorbed": 0.0, "max": 2.0}
-    by_op = [
-        SimpleNamespace(**row | {"op": "log", "source": "features.py:9", "flushed": 0.25}),
-        SimpleNamespace(**row | {"op": "square", "source": "features.py:8", "flushed": 0.5}),
-        SimpleNamespace(**row | {"op": "mul", "source": "_classification.py:7", "overflowed": 1.0, "max": 1e5}),
-        SimpleNamespace(**row | {"op": "tanh", "source": "recurrence.py:1"}),
-    ]
-    lines = losses_by_part(SimpleNamespace(by_op=by_op)).splitlines()[2:]
-    assert [line.split(" | ")[1:] for line in lines] == [
-        ["square", "forward", "flushed", "50.0%", "2 |"],
-        ["mul", "forward", "overflowed", "100.0%", "1e+05 |"],
-    ]
 
 
 @pytest.mark.parametrize(
