@@ -12,21 +12,9 @@ from typing import Any, ClassVar, Literal
 import optax
 
 import mpjax
+from examples.common import flags
 from examples.common.cli import UsageError
-from examples.common.flags import (
-    Count,
-    ForeignFlag,
-    Group,
-    Natural,
-    NotNegative,
-    Positive,
-    Seed,
-    Share,
-    TwoOrMore,
-    check_ranges,
-    deciding_flags,
-    from_json,
-)
+from examples.common.flags import Group
 from examples.common.optimizers import Recipe
 
 # The actions of a config (`RunConfig.action`). An inspection takes the flags of the training that it inspects.
@@ -62,7 +50,7 @@ class RunConfig(abc.ABC):
 
     script: ClassVar[str]  # the name of its package
     unit: ClassVar[str]  # what an item of a batch is, in the plural
-    foreign: ClassVar[dict[str, ForeignFlag]] = {}  # flags of other scripts
+    foreign: ClassVar[dict[str, flags.ForeignFlag]] = {}  # flags of other scripts
     # Flags that a resumed run may change, since they do not affect earlier steps.
     may_change: ClassVar[tuple[str, ...]] = (*PRECISION_FLAGS, "epochs")
 
@@ -91,38 +79,40 @@ class RunConfig(abc.ABC):
     export: Export | None = FILES(None, "write tested weights in this dtype", uses=("train", "evaluate"))
     best: bool = FILES(False, "use the best checkpoint of the run instead of the newest (see --keep-best)", uses=USE)
 
-    epochs: Count | None = TRAINING(None, "passes over the training data")
-    batch_size: Count | None = RECIPE(None, "examples per step, over all devices together", uses=(*BUILD, *USE))
-    learning_rate: Positive | None = RECIPE(None, "peak learning rate of the schedule")
+    epochs: flags.Count | None = TRAINING(None, "passes over the training data")
+    batch_size: flags.Count | None = RECIPE(None, "examples per step, over all devices together", uses=(*BUILD, *USE))
+    learning_rate: flags.Positive | None = RECIPE(None, "peak learning rate of the schedule")
     schedule: Literal["cosine", "constant"] | None = RECIPE(None, "schedule after the warm-up (default: cosine)")
-    warmup_epochs: NotNegative | None = RECIPE(None, "epochs over which the learning rate rises from zero to its peak")
+    warmup_epochs: flags.NotNegative | None = RECIPE(
+        None, "epochs over which the learning rate rises from zero to its peak"
+    )
     optimizer: Literal["sgd", "adam", "adamw"] | None = RECIPE(None, "the update rule")
-    momentum: Share | None = RECIPE(None, "momentum of sgd")
+    momentum: flags.Share | None = RECIPE(None, "momentum of sgd")
     nesterov: bool | None = RECIPE(None, "Nesterov momentum for sgd")
-    weight_decay: NotNegative | None = RECIPE(None, "weight decay of kernels (not of biases and normalisation)")
-    clip_norm: Positive | None = RECIPE(
+    weight_decay: flags.NotNegative | None = RECIPE(None, "weight decay of kernels (not of biases and normalisation)")
+    clip_norm: flags.Positive | None = RECIPE(
         None, "clip the global norm of the gradients to this value", "--max-gradient-norm"
     )
-    ema: Share = RECIPE(0.0, "decay of a moving average of the weights to test and export, such as 0.9999")
+    ema: flags.Share = RECIPE(0.0, "decay of a moving average of the weights to test and export, such as 0.9999")
     freeze: str | None = RECIPE(None, "regular expression of parameters that stay as they are, such as stem")
-    accumulate: Count = RECIPE(1, "number of steps whose gradients are averaged into one update")
-    seed: Seed = RECIPE(0, "seed of the initial weights, the data order and the augmentation")
-    patience: Count | None = RUNNING(None, "stop after this many epochs without a better test result")
+    accumulate: flags.Count = RECIPE(1, "number of steps whose gradients are averaged into one update")
+    seed: flags.Seed = RECIPE(0, "seed of the initial weights, the data order and the augmentation")
+    patience: flags.Count | None = RUNNING(None, "stop after this many epochs without a better test result")
 
-    save_every: NotNegative = RUNNING(60.0, "seconds between checkpoints")
-    keep: Count = RUNNING(2, "number of newest checkpoints to keep")
+    save_every: flags.NotNegative = RUNNING(60.0, "seconds between checkpoints")
+    keep: flags.Count = RUNNING(2, "number of newest checkpoints to keep")
     keep_best: bool = RUNNING(True, "also keep the checkpoint of the best epoch, in OUTPUT/best")
-    log_every: Count = RUNNING(50, "steps between metrics of a step in TensorBoard")
+    log_every: flags.Count = RUNNING(50, "steps between metrics of a step in TensorBoard")
 
-    warmup_steps: Natural = BENCHMARK(200, "steps to run before measuring")
-    num_iter: TwoOrMore = BENCHMARK(500, "number of steps to measure")
+    warmup_steps: flags.Natural = BENCHMARK(200, "steps to run before measuring")
+    num_iter: flags.TwoOrMore = BENCHMARK(500, "number of steps to measure")
 
     devices: int | None = DEVICES(None, "number of devices that share a batch (default: all)")
     fsdp: bool = DEVICES(False, "shard the state over all devices instead of copying it", uses=BUILD)
-    workers: Count = DEVICES(os.cpu_count() or 1, "number of threads that load data")
+    workers: flags.Count = DEVICES(os.cpu_count() or 1, "number of threads that load data")
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        flags.check_ranges(self)
         try:
             re.compile(self.freeze or "")
         except re.error as error:
@@ -188,11 +178,11 @@ class RunConfig(abc.ABC):
     def settings(self) -> dict[str, Any]:
         """The flags that decide the result, as JSON. A resumed run must have the same."""
         preset = {name: value for name, value in self.preset._asdict().items() if hasattr(self, name)}
-        return {"script": self.script, **deciding_flags(self), **preset}
+        return {"script": self.script, **flags.deciding_flags(self), **preset}
 
     def trained(self, settings: dict[str, Any]) -> Any:
         """Returns a copy with the settings that a run was trained with."""
-        return dataclasses.replace(self, **from_json(type(self), settings))
+        return dataclasses.replace(self, **flags.from_json(type(self), settings))
 
     def with_precision(self, precision: dict[str, Any]) -> Any:
         """Returns a copy with another precision."""

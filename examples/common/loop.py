@@ -21,7 +21,7 @@ import mpjax
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError, say
 from examples.common.config import RunConfig
-from examples.common.run_folder import RunFolder
+from examples.common.run_folder import RunFolder, write_json
 from examples.common.task import Task
 from examples.common.training import means
 from perf.environment import versions
@@ -115,7 +115,7 @@ class _Run:
         task = self.task
         if not (self.config.resume and self._restore()):
             self.state = task.start_state()
-        self.folder.write_description(task.description())
+        write_json(self.folder.path / "data.json", task.description())
         step = int(self.state.step)  # later events are of an interrupted run: TensorBoard drops them
         writer = SummaryWriter(str(self.folder.path / "tensorboard"), purge_step=step + 1 if step else None)
         self.writer = self.stack.enter_context(writer)
@@ -286,7 +286,7 @@ class _Run:
             "devices": self.task.parallel.count,
             "versions": versions(),
         }
-        self.folder.write_summary(summary)
+        write_json(self.folder.path / "summary.json", summary)  # the run counts as finished
         return summary
 
 

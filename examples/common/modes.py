@@ -79,7 +79,7 @@ def run_training(config: RunConfig, make: MakeTask) -> dict[str, Any]:
             task.report(folder.path)
         if config.export is not None:
             summary |= export(task, task.run_variables(folder), folder.path, config.export)
-            folder.write_summary(summary)
+            write_json(folder.path / "summary.json", summary)
     return summary
 
 

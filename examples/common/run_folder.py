@@ -144,14 +144,10 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise UsageError(f"--output {str(self.path)!r} holds no readable data.json: {error}") from error
 
-    def write_description(self, description: Mapping[str, Any]) -> None:
-        """Writes the facts about the data that the model needs."""
-        write_json(self.path / "data.json", description)
-
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of the finished epochs, oldest first."""
-        lines = _lines(self._metrics_path)
+        lines = _lines(self.path / "metrics.jsonl")
         return [{name: math.nan if value is None else value for name, value in line.items()} for line in lines]
 
     @property
@@ -171,16 +167,8 @@ class RunFolder:
         """Writes the line of one epoch."""
         self._write_metrics([*self.metrics, line])
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Writes the result. The run then counts as finished."""
-        write_json(self.path / "summary.json", summary)
-
     def _write_metrics(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        _replace(self._metrics_path, "".join(to_json(line) + "\n" for line in lines))
-
-    @property
-    def _metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
+        _replace(self.path / "metrics.jsonl", "".join(to_json(line) + "\n" for line in lines))
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

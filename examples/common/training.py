@@ -15,13 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mpjax
 from examples.common.cli import UsageError, say
-from examples.common.optimizers import (
-    Recipe,
-    create_optimizer,
-    is_update,
-    learning_rate_schedule,
-    update_ema,
-)
+from examples.common.optimizers import Recipe, create_optimizer, is_update, learning_rate_schedule, update_ema
 from perf.memory import program_bytes
 
 T = TypeVar("T")

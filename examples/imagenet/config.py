@@ -7,17 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from examples.common.cli import UsageError
-from examples.common.config import (
-    ACTION,
-    BENCHMARK,
-    DATA,
-    FILES,
-    MODEL,
-    TRAINING,
-    USE,
-    Mode,
-    RunConfig,
-)
+from examples.common.config import ACTION, BENCHMARK, DATA, FILES, MODEL, TRAINING, USE, Mode, RunConfig
 from examples.common.flags import ForeignFlag, NotNegative, Part, Range, Share
 from examples.common.optimizers import Recipe
 from examples.imagenet.data import EMBEDDED

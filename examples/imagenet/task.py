@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,17 +86,24 @@ class ImageData(Task):
     def predict(self, variables: Variables) -> dict[str, Any]:
         """Writes the predicted classes of `--images`, or else of all test images, to predictions.json."""
         config, classes = self.config, self.about.classes
-        readable, unreadable = each_readable(config.images, lambda path: self._read(path), "--images")
-        predictions: list[dict[str, Any]] = []
-        for place, probabilities in self._probabilities(cast_to_policy(self, variables), readable):
-            best, finite = int(np.argmax(probabilities)), bool(np.isfinite(probabilities).all())
-            found = {"class": classes[best], "probability": float(probabilities[best])}
-            predictions.append({**place, **(found if finite else {"class": None, "probability": None})})
-        check_outputs(sum(line["class"] is None for line in predictions), len(predictions), self.unit)
-        if config.images:
-            for line in predictions:
-                known = f"{line['class']} ({line['probability']:.1%})" if line["class"] else "inf or NaN"
-                say(f"{line['image']}: {known}")
+        readable, unreadable = each_readable(config.images, self._read, "--images")
+        images: Dataset = Files(self.about, readable) if config.images else self.test_set
+        size = -(-min(self.batch_size, len(images)) // self.parallel.count) * self.parallel.count
+        weights, predictions = cast_to_policy(self, variables), list[dict[str, Any]]()
+        with evaluation_batches(images, size, **self.loading()) as batches:
+            for start, batch in zip(itertools.count(0, size), batches, strict=False):
+                found = np.asarray(self.predict_step(weights, batch.images))
+                for row in np.flatnonzero(np.asarray(batch.mask)):
+                    finite, best = bool(np.isfinite(found[row]).all()), int(np.argmax(found[row]))
+                    result = {"class": classes[best], "probability": float(found[row, best])}
+                    name, truth = images.name_of(start + int(row))
+                    known = {"image": name} | ({} if config.images else {"truth": truth})
+                    predictions.append(known | (result if finite else {"class": None, "probability": None}))
+        nonfinite = sum(line["class"] is None for line in predictions)
+        check_outputs(nonfinite, len(predictions), self.unit)
+        for line in predictions if config.images else ():
+            known = f"{line['class']} ({line['probability']:.1%})" if line["class"] else "inf or NaN"
+            say(f"{line['image']}: {known}")
         truths = Counter(line["truth"] for line in predictions if "truth" in line)
         right = Counter(line["truth"] for line in predictions if "truth" in line and line["class"] == line["truth"])
         by_class = {name: {"images": truths[name], "accuracy": right[name] / truths[name]} for name in sorted(truths)}
@@ -107,33 +115,7 @@ class ImageData(Task):
         except OSError as error:
             raise UsageError(f"--output {str(folder)!r} cannot be written to: {disk_problem(error)}.") from error
         say(f"{len(predictions)} predictions in {folder / 'predictions.json'}")
-        return results | {"unreadable_files": unreadable}
-
-    def _probabilities(
-        self, weights: Variables, read: Mapping[Path, np.ndarray]
-    ) -> Iterator[tuple[dict[str, str], np.ndarray]]:
-        """The location of each image, its true class if known, and the class probabilities."""
-        if read:
-            paths, images = list(read), np.stack(list(read.values()))
-            # Full batches of one size compile only one program for any number of images.
-            size = -(-min(self.batch_size, len(paths)) // self.parallel.count) * self.parallel.count
-            for start in range(0, len(paths), size):
-                part = images[start : start + size]
-                padded = np.pad(part, ((0, size - len(part)), (0, 0), (0, 0), (0, 0)))
-                found = np.asarray(self.predict_step(weights, self.parallel.put(padded)))
-                for path, probabilities in zip(paths[start : start + size], found, strict=False):
-                    yield {"image": str(path)}, probabilities
-            return
-        count = 0
-        with evaluation_batches(self.test_set, self.test_batch_size, **self.loading()) as batches:
-            for batch in batches:
-                found = np.asarray(self.predict_step(weights, batch.images))
-                readable = np.asarray(batch.mask)
-                for probabilities, mask in zip(found[: len(self.test_set) - count], readable, strict=False):
-                    image, truth = self.test_set.name_of(count)
-                    count += 1
-                    if mask:
-                        yield {"image": image, "truth": truth}, probabilities
+        return results | {"unreadable_files": unreadable, "test_nonfinite": nonfinite}
 
     def _read(self, path: Path) -> np.ndarray:
         """Reads an image as in evaluation, in the model's size and colours."""
@@ -208,6 +190,28 @@ def _check_same(about: Description, images: Dataset) -> None:
         )
     if images.image_shape != about.image_shape:
         raise UsageError(f"the model takes images of {about.image_shape}, but {images.name} has {images.image_shape}.")
+
+
+class Files(Dataset):
+    """Images of the command line, whose classes are not known."""
+
+    name = "--images"
+
+    def __init__(self, about: Description, images: Mapping[Path, np.ndarray]) -> None:
+        self.classes, self.image_shape, self.mean, self.std = about
+        self._paths, self._pixels = list(images), list(images.values())
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def name_of(self, index: int) -> tuple[str, str]:
+        return str(self._paths[index]), ""
+
+    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Batch:
+        count = len(indices)
+        return Batch(
+            np.stack([self._pixels[i] for i in indices]), np.zeros(count, np.int32), np.ones(count, np.float32)
+        )
 
 
 class Synthetic(Dataset):

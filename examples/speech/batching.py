@@ -124,7 +124,7 @@ class Buckets:
         return [features.samples(int(size)) for size in np.unique(rounded)]
 
     def _plans(self, order: np.ndarray, perturbation: Perturbation, draw: Draw) -> list[_Plan]:
-        lengths = perturbation.lengths(self._speech.samples[order], draw.speeds[order])
+        lengths = perturbation.lengths(self._speech.samples[order], draw[0][order])
         bucket_of = np.searchsorted([shape.samples for shape in self.shapes], lengths)
         plans: list[_Plan] = []
         rest = order[:0]
@@ -156,4 +156,4 @@ class Buckets:
 
 
 def _plan(shape: Shape, indices: np.ndarray, draw: Draw) -> _Plan:
-    return _Plan(shape, indices, Draw(draw.speeds[indices], draw.gains[indices]))
+    return _Plan(shape, indices, (draw[0][indices], draw[1][indices]))

@@ -7,18 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from examples.common.cli import UsageError
-from examples.common.config import (
-    ACTION,
-    BENCHMARK,
-    BUILD,
-    DATA,
-    FILES,
-    MODEL,
-    TRAIN,
-    TRAINING,
-    Mode,
-    RunConfig,
-)
+from examples.common.config import ACTION, BENCHMARK, BUILD, DATA, FILES, MODEL, TRAIN, TRAINING, Mode, RunConfig
 from examples.common.flags import Count, ForeignFlag, Natural, Positive, Share, TwoOrMore
 from examples.common.optimizers import Recipe
 from examples.speech.corpus import DEFAULT_CACHE

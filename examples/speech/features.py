@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -160,11 +160,8 @@ def _bands(key: jax.Array, size: int, widest: jax.Array, extent: jax.Array, shap
     return jnp.any((places >= start[..., None]) & (places < (start + width)[..., None]), axis=1)
 
 
-class Draw(NamedTuple):
-    """Random speeds and gains for the utterances of an epoch or a batch."""
-
-    speeds: np.ndarray  # [utterances], int: indices into `Perturbation.speeds`
-    gains: np.ndarray  # [utterances], float32: factors
+# Random speeds and gains of utterances: indices into `Perturbation.speeds`, int, and factors, float32.
+Draw = tuple[np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +186,7 @@ class Perturbation:
     def draw(self, rng: np.random.Generator, count: int) -> Draw:
         """Draws speeds and gains for `count` utterances."""
         decibels = rng.uniform(-self.volume, self.volume, count)
-        return Draw(rng.integers(len(self.speeds), size=count), (10 ** (decibels / 20)).astype(np.float32))
+        return rng.integers(len(self.speeds), size=count), (10 ** (decibels / 20)).astype(np.float32)
 
     def lengths(self, samples: np.ndarray, speeds: np.ndarray) -> np.ndarray:
         """Lengths of utterances at the drawn speeds."""

@@ -71,11 +71,7 @@ def metrics_of_test(transcribed: Iterable[Transcribed], last: bool = True) -> di
     check_outputs(nonfinite, len(items), "utterances", last)
     losses = [item.loss for item in items if np.isfinite(item.loss)]
     rates = error_rates([item.reference for item in items], [item.hypothesis for item in items])
-    return {
-        "test_loss": float(np.mean(losses)) if losses else float("nan"),
-        **rates._asdict(),
-        "test_nonfinite": nonfinite,
-    }
+    return {"test_loss": float(np.mean(losses)) if losses else math.nan, **rates, "test_nonfinite": nonfinite}
 
 
 # Word and character error rates.
@@ -94,26 +90,19 @@ class Transcribed(NamedTuple):
         """The transcripts below each other."""
         rates = error_rates([self.reference], [self.hypothesis])
         return (
-            f"WER {rates.wer:.1%}, CER {rates.cer:.1%}, loss {self.loss:.3f}, {self.name}\n"
+            f"WER {rates['wer']:.1%}, CER {rates['cer']:.1%}, loss {self.loss:.3f}, {self.name}\n"
             f"  spoken   {self.reference!r}\n  written  {self.hypothesis!r}"
         )
 
 
-class ErrorRates(NamedTuple):
-    """Errors per word and per character of the references; they can exceed 1."""
-
-    wer: float
-    cer: float
-
-
-def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorRates:
-    """Error rates over all utterances together, so that long utterances have more weight.
+def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[str, float]:
+    """Errors per word and per character of all references together; they can exceed 1.
 
     Args:
         references: The reference transcripts.
         hypotheses: The model's transcripts, in the same order.
     """
-    return ErrorRates(jiwer.wer(list(references), list(hypotheses)), jiwer.cer(list(references), list(hypotheses)))
+    return {"wer": jiwer.wer([*references], [*hypotheses]), "cer": jiwer.cer([*references], [*hypotheses])}
 
 
 def worst_first(transcribed: Sequence[Transcribed]) -> list[Transcribed]:
@@ -121,7 +110,7 @@ def worst_first(transcribed: Sequence[Transcribed]) -> list[Transcribed]:
 
     def goodness(item: Transcribed) -> tuple[float, float]:
         loss = math.inf if math.isnan(item.loss) else item.loss
-        return -error_rates([item.reference], [item.hypothesis]).wer, -loss
+        return -error_rates([item.reference], [item.hypothesis])["wer"], -loss
 
     return sorted(transcribed, key=goodness)
 
