@@ -21,7 +21,16 @@ from examples.common import modes
 from examples.common.config import RunConfig
 from examples.common.optimizers import Recipe
 from examples.common.task import Task
-from examples.common.training import DataParallel, Loss, Model, Variables, masked_sums, means
+from examples.common.training import (
+    DataParallel,
+    Loss,
+    Model,
+    Sums,
+    Variables,
+    evaluation_sums,
+    masked_sums,
+    tested_means,
+)
 
 
 class Batch(NamedTuple):
@@ -64,7 +73,6 @@ class CustomTask(Task):
         super().__init__(config, parallel, data)
         self._train, self._test = data
         self.steps, self.test_count = len(self._train.labels) // self.batch_size, len(self._test.labels)
-        self._test_loss = jax.jit(self.model().loss)  # once: every call of jax.jit would recompile
 
     @classmethod
     def open(cls, config: Config, description: dict[str, Any] | None = None) -> tuple[Batch, Batch]:
@@ -76,29 +84,40 @@ class CustomTask(Task):
         split = train_test_split(inputs.astype(np.float32), labels.astype(np.int32), test_size=0.25, random_state=0)
         return Batch(*split[::2]), Batch(*split[1::2])
 
+    @functools.cached_property
+    def net(self) -> tuple[nn.Module, Callable[..., jax.Array]]:
+        """The network in its precision: the module, and (params, inputs) -> float32 logits."""
+        policy, by_modules = mpjax.get_policy(self.config.policy), self.config.amp == "module"
+        module = mpjax.with_policy(Net(), policy) if by_modules else Net()
+        apply: Callable[..., Any] = module.apply if by_modules else mpjax.autocast(module.apply, policy)
+        return module, lambda params, inputs: apply({"params": params}, inputs).astype(jnp.float32)
+
     def model(self) -> Model:
-        config = self.config
-        policy = mpjax.get_policy(config.policy)
-        net = mpjax.with_policy(Net(), policy) if config.amp == "module" else Net()
-        apply: Callable[..., Any] = net.apply if config.amp == "module" else mpjax.autocast(net.apply, policy)
+        module, apply = self.net
 
         def loss(variables: Variables, batch: Batch, key: jax.Array) -> Loss:
-            logits = apply({"params": variables.params}, batch.inputs).astype(jnp.float32)
+            logits = apply(variables.params, batch.inputs)
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-            correct = (jnp.argmax(logits, axis=-1) == batch.labels).astype(jnp.float32)
-            sums = masked_sums(jnp.ones(len(losses)), loss=losses, accuracy=correct)
+            sums = masked_sums(jnp.ones(len(losses)), loss=losses, accuracy=correct(logits, batch.labels))
             return Loss(jnp.mean(losses), sums, variables.stats)
 
         def init(key: jax.Array) -> Variables:
-            return Variables(net.init(key, jnp.zeros((1, 30)))["params"], {})
+            return Variables(module.init(key, jnp.zeros((1, 30)))["params"], {})
 
         return Model(init, loss, sums=("loss", "accuracy", "count"))
 
+    @functools.cached_property
+    def _test_step(self) -> jax.stages.Wrapped:
+        def test_step(params: Any, batch: Batch) -> Sums:
+            logits = self.net[1](params, batch.inputs)
+            finite = jnp.all(jnp.isfinite(logits), axis=-1)  # an entry with inf or NaN counts as wrong
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+            return evaluation_sums(jnp.ones(len(losses)), finite, loss=losses, accuracy=correct(logits, batch.labels))
+
+        return jax.jit(test_step)
+
     def example_batches(self, batch_size: int) -> Sequence[Batch]:
         return [Batch(np.zeros((batch_size, 30), np.float32), np.zeros(batch_size, np.int32))]
-
-    def synthetic_batch(self) -> Batch:
-        return self.example_batches(self.batch_size)[0]
 
     def batches(self, epoch: int, first: int) -> Iterator[Batch]:
         order = np.random.default_rng((self.config.seed, epoch)).permutation(len(self._train.labels))
@@ -108,8 +127,13 @@ class CustomTask(Task):
 
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
         between_steps()
-        result = self._test_loss(weights, self._test, jax.random.key(0))
-        return {f"test_{name}": value for name, value in means(result.sums).items()}
+        means = tested_means(self._test_step(weights.params, self._test), self.unit, last)
+        return {f"test_{name}": value for name, value in means.items()}
+
+
+def correct(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Whether the largest logit is that of the label, as 0 or 1."""
+    return (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
 
 
 main = functools.partial(modes.main, CustomTask)

@@ -113,8 +113,7 @@ class ImageTask(ImageData):
         def test_step(variables: Variables, sums: Sums, batch: Batch) -> Sums:
             logits, _ = use(variables, self.prepare(batch.images))
             finite = jnp.all(jnp.isfinite(logits), axis=-1)
-            known = jnp.where(finite[:, None], logits, 0).astype(jnp.float32)
-            losses = optax.softmax_cross_entropy(known, _one_hot(batch, logits))
+            losses = optax.softmax_cross_entropy(logits.astype(jnp.float32), _one_hot(batch, logits))
             found = evaluation_sums(jnp.asarray(batch.mask), finite, loss=losses, **correct(logits, batch.labels))
             return jax.tree.map(jnp.add, sums, found)
 

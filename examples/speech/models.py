@@ -56,15 +56,13 @@ def create_network(config: Config, labels: int) -> Network:
 
 
 def create_test_step(config: Config, labels: int) -> Any:
-    """Jitted (variables, batch) → (losses, whether logits are finite, Decoded)."""
+    """Jitted (variables, batch) → (losses, Decoded)."""
     network = create_network(config, labels)
 
-    def test_step(variables: Variables, batch: Batch) -> tuple[jax.Array, jax.Array, Decoded]:
+    def test_step(variables: Variables, batch: Batch) -> tuple[jax.Array, Decoded]:
         features, lengths, readable = finite_features(config, batch.audio, batch.audio_lengths)
         applied = network.apply(variables.params, features, lengths)
-        spoken = time_mask(applied.lengths, applied.logits.shape[1])[..., None] > 0
-        finite = jnp.all(jnp.where(spoken, jnp.isfinite(applied.logits), True), axis=(1, 2))
-        return jnp.where(readable, ctc_losses(applied, batch), jnp.nan), finite, greedy(*applied)
+        return jnp.where(readable, ctc_losses(applied, batch), jnp.nan), greedy(*applied)
 
     return jax.jit(test_step)
 
@@ -102,7 +100,8 @@ class Decoded(NamedTuple):
     """Decoded labels; `Alphabet.decode(labels[i, :lengths[i]])` is the text of utterance i."""
 
     labels: jax.Array  # [batch, frames], int32, 0 past the length
-    lengths: jax.Array  # [batch], int32
+    lengths: jax.Array  # [batch], int32; 0 without finite logits
+    finite: jax.Array  # [batch], bool: whether the logits are
 
 
 def greedy(logits: ArrayLike, lengths: ArrayLike) -> Decoded:
@@ -115,9 +114,11 @@ def greedy(logits: ArrayLike, lengths: ArrayLike) -> Decoded:
     log_probs = jax.nn.log_softmax(jnp.asarray(logits, jnp.float32))
     best = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
     inside = time_mask(lengths, best.shape[1])
+    # Without finite logits there is no transcript: every word counts as wrong.
+    finite = jnp.all(jnp.isfinite(log_probs) | ~inside[..., None], axis=(1, 2))
     before = jnp.pad(best, ((0, 0), (1, 0)))[:, :-1]
-    written = inside & (best != 0) & (best != before)
+    written = inside & (best != 0) & (best != before) & finite[:, None]
     # A stable sort by "not written" moves the written labels to the front, in order.
     order = jnp.argsort(~written, axis=1, stable=True)
     labels = jnp.take_along_axis(jnp.where(written, best, 0), order, axis=1)
-    return Decoded(labels, jnp.sum(written, axis=1, dtype=jnp.int32))
+    return Decoded(labels, jnp.sum(written, axis=1, dtype=jnp.int32), finite)

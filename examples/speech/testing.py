@@ -51,17 +51,12 @@ class Tester:
             found += self._transcribed(*jax.device_get((batch.weights, batch.indices, *step(variables, batch))))
         return found
 
-    def _transcribed(
-        self, weights: Array, indices: Array, losses: Any, finite: Any, decoded: Any
-    ) -> Iterator[Transcribed]:
+    def _transcribed(self, weights: Array, indices: Array, losses: Any, decoded: Any) -> Iterator[Transcribed]:
         speech = self._speech
         for row in np.flatnonzero(weights):
-            index = indices[row]
-            # Without finite logits there is no transcript: every word counts as wrong.
-            text = speech.alphabet.decode(decoded.labels[row, : decoded.lengths[row]]) if finite[row] else ""
-            yield Transcribed(
-                str(speech.paths[index]), speech.transcripts[index], text, float(losses[row]), bool(finite[row])
-            )
+            index, finite = indices[row], bool(decoded.finite[row])
+            text = speech.alphabet.decode(decoded.labels[row, : decoded.lengths[row]])
+            yield Transcribed(str(speech.paths[index]), speech.transcripts[index], text, float(losses[row]), finite)
 
 
 def metrics_of_test(transcribed: Iterable[Transcribed], last: bool = True) -> dict[str, Any]:
@@ -129,7 +124,7 @@ def transcribe_files(task: Any, variables: Variables) -> dict[str, Any]:
     weights = jax.device_put(cast_to_policy(task, variables), device)
     transcribe = create_transcribe_step(config, task.alphabet.labels)
     programs: dict[int, Any] = {}
-    texts, latencies = [], []
+    texts, latencies, nonfinite = [], [], 0
     for path, samples in readable.items():
         length = -(-len(samples) // _STEP) * _STEP  # padding does not change the results
         batch = Shape(1, length, 1).zeros()
@@ -144,10 +139,13 @@ def transcribe_files(task: Any, variables: Variables) -> dict[str, Any]:
             seconds.append(time.perf_counter() - started)
         latencies.append(statistics.median(seconds[1:]))  # the first run is a warm-up
         texts.append(text)
-        say(f"{path}: {text}")
+        nonfinite += not decoded.finite[0]
+        say(f"{path}: {text if decoded.finite[0] else 'inf or NaN'}")
+    check_outputs(nonfinite, len(readable), "utterances")
     total = sum(map(len, readable.values())) / SAMPLE_RATE
     return {
         "unreadable_files": unreadable,
+        "test_nonfinite": nonfinite,
         "texts": texts,
         "policy": config.policy,
         "audio_seconds": total,
