@@ -200,7 +200,7 @@ def example_type() -> Any:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("mpjax_examples.Example"))
 
 
-class TFRecordFiles(Sequence[bytes]):
+class TFRecordFiles(list[Any]):
     """Random access to the records of uncompressed TFRecord files.
 
     A record is its length (8 bytes), a checksum of the length (4), the content, and a checksum of the content (4). As
@@ -208,13 +208,10 @@ class TFRecordFiles(Sequence[bytes]):
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._places = [(path, *place) for path in paths for place in _tfrecord_places(path)]
-
-    def __len__(self) -> int:
-        return len(self._places)
+        super().__init__((path, *place) for path in paths for place in _tfrecord_places(path))
 
     def __getitem__(self, index: Any) -> Any:
-        return _read_part(*self._places[index])
+        return _read_part(*super().__getitem__(index))
 
 
 def _read_part(path: Path, offset: int, size: int) -> bytes:

@@ -47,13 +47,9 @@ class RunFolder:
                 "give another folder, leave --output out (a new numbered folder), or delete it first."
             )
         folder = cls(path)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            folder.lock()
-            write_json(path / "config.json", config)
-        except OSError as error:
-            folder.unlock()
-            raise UsageError(f"--output {str(path)!r} cannot be written to: {error.strerror}.") from error
+        path.mkdir(parents=True, exist_ok=True)
+        folder.lock()
+        write_json(path / "config.json", config)
         return folder
 
     @classmethod
@@ -61,10 +57,7 @@ class RunFolder:
         """Opens the folder of an earlier run, which must have the same settings except those in `may_change`."""
         folder = cls(output)
         if output.is_dir():
-            try:
-                folder.lock()
-            except OSError as error:
-                raise UsageError(f"--output {str(output)!r} cannot be written to: {error.strerror}.") from error
+            folder.lock()
             if all(path.name in (".lock", "config.json.part") for path in output.iterdir()):
                 # The run was killed before it wrote its first file: nothing to continue, nothing to lose.
                 write_json(output / "config.json", config)

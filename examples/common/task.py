@@ -14,24 +14,12 @@ import jax
 import jax.numpy as jnp
 
 import mpjax
+from examples.common import training
 from examples.common.checkpoints import Checkpoints, Restored
 from examples.common.cli import UsageError, say
 from examples.common.config import RunConfig
 from examples.common.run_folder import RunFolder
-from examples.common.training import (
-    DataParallel,
-    Model,
-    Sums,
-    Training,
-    TrainState,
-    Variables,
-    change_precision,
-    compile_step,
-    create_training,
-    float32_params,
-    means,
-    with_params,
-)
+from examples.common.training import DataParallel, Model, Sums, Training, TrainState, Variables
 from examples.common.weights import check_alike, file_variables
 
 
@@ -188,7 +176,7 @@ class Task(abc.ABC):
         """The set-up for the flags, built at first use."""
         config = self.config
         policy, hyper = mpjax.get_policy(config.policy), config.hyperparameters(self.steps)
-        return create_training(self.model(), hyper, policy, config.loss_scale, self.parallel)
+        return training.create_training(self.model(), hyper, policy, config.loss_scale, self.parallel)
 
     @property
     def scale_is_fixed(self) -> bool:
@@ -209,7 +197,9 @@ class Task(abc.ABC):
         state = self.abstract_state()
         batches = [self.parallel.like_batch(batch) for batch in self.example_batches(self.batch_size)]
         with ThreadPoolExecutor() as executor:
-            compiled = list(executor.map(lambda batch: compile_step(self.training.train_step, state, batch), batches))
+            compiled = list(
+                executor.map(lambda batch: training.compile_step(self.training.train_step, state, batch), batches)
+            )
         for batch, step in zip(batches, compiled, strict=True):
             self._executables[shape_of(batch)] = step.call
 
@@ -220,7 +210,7 @@ class Task(abc.ABC):
 
     def epoch_metrics(self, state: TrainState, between_steps: Callable[[], None]) -> dict[str, Any]:
         """Training and test metrics after an epoch."""
-        line = {f"train_{name}": value for name, value in means(state.totals).items()}
+        line = {f"train_{name}": value for name, value in training.means(state.totals).items()}
         if self.config.mode != "train":
             last = int(state.step) >= self.steps * self.epochs
             line |= self.test(self.training.weights(state), between_steps, last=last)
@@ -234,7 +224,7 @@ class Task(abc.ABC):
 
     def progress_text(self, outputs: Any) -> str:
         """The text of the progress bar from the outputs of a step, which are on the host."""
-        parts = [f"{name} {value:.4g}" for name, value in means(outputs["totals"]).items()]
+        parts = [f"{name} {value:.4g}" for name, value in training.means(outputs["totals"]).items()]
         return ", ".join([*parts, f"scale {outputs['loss_scale']:g}", f"skipped {outputs['skipped_steps']}"])
 
     def position(self) -> dict[str, Any]:
@@ -259,7 +249,7 @@ class Task(abc.ABC):
         self.restore_data(position["data"])
         if position["precision"] == self.config.precision:
             return restored
-        state = change_precision(state, self.initial_state(), self.training.policy)
+        state = training.change_precision(state, self.initial_state(), self.training.policy)
         before = position["precision"]["policy"]
         say(
             f"from policy {before} to {self.policy}: parameters, statistics and the optimizer's state carry over; the "
@@ -278,9 +268,9 @@ class Task(abc.ABC):
             variables = task.run_variables(other, "--init-from")
             check_alike(variables.params, state.params, f"--init-from {str(source)!r}")
         else:
-            like = Variables(float32_params(state), state.stats)
+            like = Variables(training.float32_params(state), state.stats)
             variables = self.parallel.replicate(self.read_initial(source, like))
-        new = with_params(state, variables.params, self.training.policy)._replace(stats=variables.stats)
+        new = training.with_params(state, variables.params, self.training.policy)._replace(stats=variables.stats)
         if state.ema:
             new = new._replace(ema=jax.tree.map(jnp.array, variables._asdict()))
         say(f"weights from {source}")
@@ -300,7 +290,7 @@ class Task(abc.ABC):
         if restored is None:
             raise UsageError(f"{flag} {str(folder.path)!r} holds no checkpoint yet: the run ended before its first.")
         state, _ = restored
-        return Variables(**state.ema) if state.ema else Variables(float32_params(state), state.stats)
+        return Variables(**state.ema) if state.ema else Variables(training.float32_params(state), state.stats)
 
 
 def shape_of(batch: Any) -> tuple[int, ...]:

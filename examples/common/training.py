@@ -76,11 +76,7 @@ class Training(NamedTuple):
 
 
 def create_training(
-    model: Model,
-    hyper: Recipe,
-    policy: mpjax.Policy,
-    loss_scale: str | None = None,
-    parallel: DataParallel | None = None,
+    model: Model, hyper: Recipe, policy: mpjax.Policy, loss_scale: str | None, parallel: DataParallel
 ) -> Training:
     """Builds the optimizer and the training step for a model.
 
@@ -89,7 +85,7 @@ def create_training(
         hyper: The recipe with all flags applied.
         policy: The precision.
         loss_scale: "dynamic", a number, or None for the default of the policy.
-        parallel: Placement of the state; by default that of JAX.
+        parallel: Placement of the state.
     """
     schedule = learning_rate_schedule(hyper)
     tx = create_optimizer(hyper, schedule, policy, loss_scale)
@@ -135,21 +131,13 @@ def create_training(
         }
         return TrainState(state.step + 1, state.seed, params, stats, opt_state, totals, ema), outputs
 
-    # A step must return the state with its input shardings, or the next step would not accept it.
-    places = None if parallel is None else parallel.replicated
-    returned = None
-    if parallel is not None and parallel.fsdp:
-        places = jax.tree.map(parallel.of_state, jax.eval_shape(init, 0))
-        returned = (places, None)
+    places = jax.tree.map(parallel.of_state, jax.eval_shape(init, 0))
     return Training(
         policy,
         # Runs once. Optimizing its random numbers would take longer than the rest of the start.
-        jax.jit(
-            init,
-            out_shardings=places,
-            compiler_options={"xla_backend_optimization_level": 0},
-        ),
-        jax.jit(train_step, donate_argnums=0, out_shardings=returned),
+        jax.jit(init, out_shardings=places, compiler_options={"xla_backend_optimization_level": 0}),
+        # A step must return the state with its input shardings, or the next step would not accept it.
+        jax.jit(train_step, donate_argnums=0, out_shardings=(places, None) if parallel.fsdp else None),
         schedule,
         hyper,
         zero,
@@ -184,7 +172,7 @@ def masked_sums(counted: jax.Array, **values: jax.Array) -> Sums:
     return {**sums, "count": jnp.sum(counted)}
 
 
-def evaluation_sums(mask: jax.Array, finite: jax.Array, **values: jax.Array) -> Sums:
+def tested_sums(mask: jax.Array, finite: jax.Array, **values: jax.Array) -> Sums:
     """Sums over all entries of a test batch. An entry with a non-finite output is wrong: its values are 0.
 
     Args:
@@ -198,7 +186,7 @@ def evaluation_sums(mask: jax.Array, finite: jax.Array, **values: jax.Array) -> 
 
 
 def evaluation_means(sums: Mapping[str, Any]) -> dict[str, float]:
-    """Divides the sums of `evaluation_sums` on the host: the loss by the finite entries, all others by all entries."""
+    """Divides the sums of `tested_sums` on the host: the loss by the finite entries, all others by all entries."""
     found = {name: float(x) for name, x in jax.device_get(dict(sums)).items()}
     count, nonfinite, loss = found.pop("count"), found.pop("nonfinite"), found.pop("loss")
     rates = {name: value / count if count else float("nan") for name, value in found.items()}

@@ -73,9 +73,7 @@ class Description(NamedTuple):
 def empty_batch(batch_size: int, image_shape: tuple[int, int, int]) -> Batch:
     """A batch of zeros."""
     return Batch(
-        np.zeros((batch_size, *image_shape), np.uint8),
-        np.zeros(batch_size, np.int32),
-        np.zeros(batch_size, np.float32),
+        np.zeros((batch_size, *image_shape), np.uint8), np.zeros(batch_size, np.int32), np.zeros(batch_size, np.float32)
     )
 
 
@@ -297,11 +295,7 @@ def train_batches(
 
 
 def evaluation_batches(
-    dataset: Dataset,
-    batch_size: int,
-    *,
-    workers: int = 1,
-    put: Callable[[Batch], Batch] = jax.device_put,
+    dataset: Dataset, batch_size: int, *, workers: int = 1, put: Callable[[Batch], Batch] = jax.device_put
 ) -> Batches:
     """All images once, in order; the last batch is padded with masked entries. Arguments as in `train_batches`."""
 

@@ -214,13 +214,7 @@ def _fresh(abstract: Any, key: jax.Array) -> Any:
 # Weights of torchvision and timm, which share parameter names, for the ResNets.
 
 # Names of Flax parameters and statistics in torch.
-_LEAVES = {
-    "kernel": "weight",
-    "scale": "weight",
-    "bias": "bias",
-    "mean": "running_mean",
-    "var": "running_var",
-}
+_LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias", "mean": "running_mean", "var": "running_var"}
 
 
 def read_pretrained(path: Path, like: Variables, model: str) -> Variables:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples.common.cli import UsageError, disk_problem, each_readable, listing, say
+from examples.common.cli import UsageError, each_readable, listing, say
 from examples.common.modes import cast_to_policy
 from examples.common.run_folder import write_json
 from examples.common.task import Task
@@ -109,11 +109,8 @@ class ImageData(Task):
         by_class = {name: {"images": truths[name], "accuracy": right[name] / truths[name]} for name in sorted(truths)}
         results = {"policy": config.policy, "model": config.model_name, "classes": by_class, "predictions": predictions}
         folder = config.output or Path()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / "predictions.json", results)
-        except OSError as error:
-            raise UsageError(f"--output {str(folder)!r} cannot be written to: {disk_problem(error)}.") from error
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "predictions.json", results)
         say(f"{len(predictions)} predictions in {folder / 'predictions.json'}")
         return results | {"unreadable_files": unreadable, "test_nonfinite": nonfinite}
 
