@@ -147,9 +147,7 @@ class RunConfig(abc.ABC):
     @property
     def action_flag(self) -> str:
         """The flag that requests `action`."""
-        return (
-            f"--mode {self.mode}" if self.action in ("train", *BENCHMARKS, *USE) else f"--{self._dashed(self.action)}"
-        )
+        return f"--mode {self.mode}" if self.action in ("train", *BENCHMARKS, *USE) else f"--{self.action}"
 
     @property
     def is_benchmark(self) -> bool:
@@ -223,7 +221,3 @@ class RunConfig(abc.ABC):
         for name in ("momentum", "nesterov"):
             if name in self.given and self.preset.optimizer != "sgd":
                 raise UsageError(f"--{name} is for sgd; --optimizer {self.preset.optimizer} has none.")
-
-    @staticmethod
-    def _dashed(name: str) -> str:
-        return name.replace("_", "-")

@@ -87,7 +87,7 @@ class Config(RunConfig):
         if self.data_dir is None and self.action not in USE:
             for name in _OF_FILES:
                 if name in self.given:
-                    raise UsageError(f"--{self._dashed(name)} is only for images in files: add --data-dir.")
+                    raise UsageError(f"--{name.replace('_', '-')} is only for images in files: add --data-dir.")
         if self.whole and self.test_crop != MIDDLE:
             raise UsageError(f"--test-crop {self.test_crop}: --whole takes the whole image; leave one of them out.")
 

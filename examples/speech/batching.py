@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from examples.speech.dataset import Speech
-from examples.speech.features import NO_PERTURBATION, Draw, Features, Perturbation
+from examples.speech.features import NO_PERTURBATION, Draw, Perturbation, frames_of, samples_of
 
 Array = np.ndarray | jax.Array
 
@@ -70,8 +70,7 @@ class Buckets:
     Args:
         speech: The utterances; later changes to it are ignored.
         batch_size: Number of utterances in a batch.
-        features: Determines the number of frames; bucket lengths are multiples of 16 frames.
-        count: Maximum number of buckets.
+        count: Maximum number of buckets, whose lengths are multiples of 16 frames.
         perturbation: Perturbation of the training utterances.
         workers: Number of threads that load batches.
 
@@ -84,7 +83,6 @@ class Buckets:
         self,
         speech: Speech,
         batch_size: int,
-        features: Features,
         count: int = 4,
         perturbation: Perturbation = NO_PERTURBATION,
         workers: int = 2,
@@ -92,7 +90,7 @@ class Buckets:
         self._speech, self._perturbation, self._workers = speech, perturbation, workers
         self._batch_size, self.steps = batch_size, len(speech) // batch_size
         characters = max(len(labels) for labels in speech.labels)
-        self.shapes = tuple(Shape(batch_size, samples, characters) for samples in self._edges(features, count))
+        self.shapes = tuple(Shape(batch_size, samples, characters) for samples in self._edges(count))
 
     def train_batches(self, seed: int, epoch: int, first: int = 0) -> Iterator[Batch]:
         """The batches of one epoch from number `first` on: shuffled, perturbed and full.
@@ -111,17 +109,17 @@ class Buckets:
         unchanged = NO_PERTURBATION.draw(np.random.default_rng(0), len(order))
         return self._load_all(self._plans(order, NO_PERTURBATION, unchanged), NO_PERTURBATION)
 
-    def _edges(self, features: Features, count: int) -> list[int]:
+    def _edges(self, count: int) -> list[int]:
         samples = self._speech.samples
         slowest = min(self._perturbation.speeds)
         longest = self._perturbation.lengths(
             np.array(samples.max()), np.array(self._perturbation.speeds.index(slowest))
         )
         quantiles = np.quantile(samples, np.arange(1, count) / count)
-        frames = features.frames(np.array([*quantiles.astype(np.int64), int(longest)]))
+        frames = frames_of(np.array([*quantiles.astype(np.int64), int(longest)]))
         # One extra frame has space for any remainder of a hop.
         rounded = -(-(frames + 1) // _FRAMES) * _FRAMES
-        return [features.samples(int(size)) for size in np.unique(rounded)]
+        return [samples_of(int(size)) for size in np.unique(rounded)]
 
     def _plans(self, order: np.ndarray, perturbation: Perturbation, draw: Draw) -> list[_Plan]:
         lengths = perturbation.lengths(self._speech.samples[order], draw[0][order])

@@ -11,7 +11,7 @@ from examples.common.config import ACTION, BENCHMARK, BUILD, DATA, FILES, MODEL,
 from examples.common.flags import Count, ForeignFlag, Natural, Positive, Share, TwoOrMore
 from examples.common.optimizers import Recipe
 from examples.speech.corpus import DEFAULT_CACHE
-from examples.speech.features import NO_PERTURBATION, Features, Perturbation
+from examples.speech.features import NO_PERTURBATION, Perturbation, frames_of
 
 _RECIPE = Recipe(20, 16, 3e-3, 1.0, "adamw", 1e-2, clip_norm=10.0)
 
@@ -102,11 +102,6 @@ class Config(RunConfig):
         """The perturbation of training audio."""
         return Perturbation() if self.augment else NO_PERTURBATION
 
-    @property
-    def front_end(self) -> Features:
-        """The feature extractor."""
-        return Features()
-
     def output_frames(self, samples: Any) -> Any:
         """Number of output frames of the model for a number of samples."""
-        return -(-self.front_end.frames(samples) // self.stride)
+        return -(-frames_of(samples) // self.stride)

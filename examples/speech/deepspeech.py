@@ -15,6 +15,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 
 from examples.speech.config import Config
+from examples.speech.features import MELS
 
 
 class DeepSpeech(nnx.Module):
@@ -28,7 +29,7 @@ class DeepSpeech(nnx.Module):
 
     def __init__(self, flags: Config, characters: int, *, rngs: nnx.Rngs) -> None:
         hidden, kernel = flags.hidden, 2 * flags.context + 1
-        self.window = MaskedConv(flags.front_end.mels, hidden, kernel, flags.stride, rngs=rngs)
+        self.window = MaskedConv(MELS, hidden, kernel, flags.stride, rngs=rngs)
         self.dense = nnx.List([nnx.Linear(hidden, hidden, rngs=rngs) for _ in range(2)])
         self.recurrent = Recurrent(flags.cell, hidden, hidden, bidirectional=flags.bidirectional, rngs=rngs)
         self.last = nnx.Linear(hidden * self.recurrent.directions, hidden, rngs=rngs)

@@ -20,62 +20,48 @@ _FLOOR = 1e-10
 _LINEAR_STEP, _BREAK, _LOG_STEP = 200 / 3, 1000.0, np.log(6.4) / 27
 
 
-@dataclasses.dataclass(frozen=True)
-class Features:
-    """Audio features, by default of 25 ms windows every 10 ms; hashable.
+# 25 ms windows every 10 ms, and mel bands from 0 Hz to 8 kHz (Slaney's scale and area normalisation, as in librosa).
+MELS, WINDOW, HOP = 40, 400, 160  # the last two in samples
 
-    features, lengths = Features()(audio, lengths)
+
+def features_of(audio: ArrayLike, lengths: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """Features of a batch; each coefficient has mean 0 and deviation 1 over the frames of an utterance.
 
     Only full windows yield frames, so padding does not change them. The computation is in float32 under any autocast.
 
-    Attributes:
-        mels: Number of mel bands from 0 Hz to 8 kHz (Slaney's scale and area normalisation, as in librosa).
-        window: Length of the Hann window in samples.
-        hop: Samples from one frame to the next.
+    Args:
+        audio: [batch, samples], float32.
+        lengths: [batch], integers, in samples.
+
+    Returns:
+        [batch, frames, mels], float32, 0 past each utterance's frames; and the numbers of frames, [batch], int32.
     """
+    frames = frames_of(jnp.asarray(lengths)).astype(jnp.int32)
+    return normalize(log_mel(jnp.asarray(audio, jnp.float32)), frames), frames
 
-    mels: int = 40
-    window: int = 400
-    hop: int = 160
 
-    def __call__(self, audio: ArrayLike, lengths: ArrayLike) -> tuple[jax.Array, jax.Array]:
-        """Features of a batch; each coefficient has mean 0 and deviation 1 over the frames of an utterance.
+def frames_of(samples: Any) -> Any:
+    """Number of frames for a number of samples: integers, NumPy or JAX arrays."""
+    counts = 1 + (samples - WINDOW) // HOP
+    return counts * (counts > 0)
 
-        Args:
-            audio: [batch, samples], float32.
-            lengths: [batch], integers, in samples.
 
-        Returns:
-            [batch, frames, mels], float32, 0 past each utterance's frames; and the numbers of frames, [batch], int32.
-        """
-        frames = self.frames(jnp.asarray(lengths)).astype(jnp.int32)
-        return normalize(self.compute(audio), frames), frames
-
-    def compute(self, audio: ArrayLike) -> jax.Array:
-        """Features without normalisation, [..., frames, mels], of audio [..., samples]."""
-        return _log_mel(jnp.asarray(audio, jnp.float32), self)
-
-    def frames(self, samples: Any) -> Any:
-        """Number of frames for a number of samples: integers, NumPy or JAX arrays."""
-        counts = 1 + (samples - self.window) // self.hop
-        return counts * (counts > 0)
-
-    def samples(self, frames: int) -> int:
-        """The smallest number of samples that yields `frames` frames (1 or more)."""
-        return self.window + (frames - 1) * self.hop
+def samples_of(frames: int) -> int:
+    """The smallest number of samples that yields `frames` frames (1 or more)."""
+    return WINDOW + (frames - 1) * HOP
 
 
 @mpjax.float_function
-def _log_mel(audio: jax.Array, features: Features) -> jax.Array:
-    count = features.frames(audio.shape[-1])
-    places = jnp.arange(count)[:, None] * features.hop + jnp.arange(features.window)
+def log_mel(audio: jax.Array) -> jax.Array:
+    """Features without normalisation, [..., frames, mels], of audio [..., samples], float32."""
+    places = jnp.arange(frames_of(audio.shape[-1]))[:, None] * HOP + jnp.arange(WINDOW)
     # The FFT's length is a power of two. The window is periodic, as is usual for spectra.
-    size = 1 << (features.window - 1).bit_length()
-    window = np.hanning(features.window + 1)[:-1].astype(np.float32)
+    size = 1 << (WINDOW - 1).bit_length()
+    window = np.hanning(WINDOW + 1)[:-1].astype(np.float32)
     spectrum = jnp.fft.rfft(audio[..., places] * window, size)
     power = jnp.square(spectrum.real) + jnp.square(spectrum.imag)
     # "highest": a GPU would otherwise multiply in TF32, with ten mantissa bits.
-    bands = jnp.matmul(power, mel_filters(features.mels, size), precision="highest")
+    bands = jnp.matmul(power, mel_filters(MELS, size), precision="highest")
     return jnp.log(jnp.maximum(bands, _FLOOR))
 
 

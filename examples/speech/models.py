@@ -16,6 +16,7 @@ from examples.common.training import Variables
 from examples.speech.batching import Array, Batch
 from examples.speech.config import Config
 from examples.speech.deepspeech import DeepSpeech, time_mask
+from examples.speech.features import features_of
 
 
 class Applied(NamedTuple):
@@ -60,7 +61,7 @@ def create_test_step(config: Config, labels: int) -> Any:
     network = create_network(config, labels)
 
     def test_step(variables: Variables, batch: Batch) -> tuple[jax.Array, Decoded]:
-        features, lengths, readable = finite_features(config, batch.audio, batch.audio_lengths)
+        features, lengths, readable = finite_features(batch.audio, batch.audio_lengths)
         applied = network.apply(variables.params, features, lengths)
         return jnp.where(readable, ctc_losses(applied, batch), jnp.nan), greedy(*applied)
 
@@ -72,7 +73,7 @@ def create_transcribe_step(config: Config, labels: int) -> Any:
     network = create_network(config, labels)
 
     def transcribe_step(variables: Variables, batch: Batch) -> Decoded:
-        return greedy(*network.apply(variables.params, *config.front_end(batch.audio, batch.audio_lengths)))
+        return greedy(*network.apply(variables.params, *features_of(batch.audio, batch.audio_lengths)))
 
     return jax.jit(transcribe_step)
 
@@ -85,13 +86,13 @@ def ctc_losses(applied: Applied, batch: Batch) -> jax.Array:
     return optax.ctc_loss(logits, frame_padding, batch.labels, label_padding)
 
 
-def finite_features(config: Config, audio: Array, audio_lengths: Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def finite_features(audio: Array, audio_lengths: Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The features, their lengths, and whether each utterance's features are finite.
 
     An utterance with NaN or inf has no loss. Its features are replaced by zeros, so that they do not corrupt the
     gradients of the batch.
     """
-    features, lengths = config.front_end(audio, audio_lengths)
+    features, lengths = features_of(audio, audio_lengths)
     finite = jnp.all(jnp.isfinite(features), axis=(1, 2))
     return jnp.where(finite[:, None, None], features, 0), lengths, finite
 

@@ -69,9 +69,7 @@ class SpeechData(Task):
         self._buckets: Buckets | None = None
         if data.train is not None:
             self.check_batch_size(data.train.name, len(data.train))
-            self._buckets = Buckets(
-                data.train, self.batch_size, config.front_end, config.buckets, config.perturbation, config.workers
-            )
+            self._buckets = Buckets(data.train, self.batch_size, config.buckets, config.perturbation, config.workers)
             self.steps = self._buckets.steps
         if not config.infer:
             parallel.check(self.batch_size)

@@ -39,7 +39,7 @@ class SpeechTask(SpeechData):
 
         def loss(variables: Variables, batch: Batch, key: jax.Array) -> Loss:
             masks, dropout = jax.random.split(key)
-            features, lengths, readable = finite_features(config, batch.audio, batch.audio_lengths)
+            features, lengths, readable = finite_features(batch.audio, batch.audio_lengths)
             if config.augment:
                 features = spec_augment(masks, features, lengths)
             counted = readable & (batch.weights > 0)
