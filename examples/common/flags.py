@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import difflib
 import math
-import shutil
 import sys
 import types
 import typing
@@ -164,15 +163,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(config: type[Any], program: str) -> _Parser:
-    def wide(prog: str) -> argparse.HelpFormatter:
-        return argparse.HelpFormatter(prog, max_help_position=32, width=min(120, shutil.get_terminal_size().columns))
-
     parser = _Parser(
         prog=program,
         usage="%(prog)s [FLAGS]",
         description=config.__doc__,
         allow_abbrev=False,
-        formatter_class=wide,
         argument_default=argparse.SUPPRESS,
     )
     hints = typing.get_type_hints(config)

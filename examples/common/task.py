@@ -54,6 +54,10 @@ class Task(abc.ABC):
     title: str
     steps = 1
     test_count: int
+    # Only the modes predict, training_benchmark and inference_benchmark need these.
+    predict: Callable[[Variables], dict[str, Any]]  # the results
+    synthetic_batch: Callable[[], Any]  # a batch shaped as the largest of `example_batches`
+    inference_step: Callable[[], jax.stages.Wrapped]  # makes a jitted function (Variables, batch) -> predictions
 
     def __init__(self, config: Any, parallel: DataParallel, data: Any) -> None:
         self.config, self.parallel, self.data = config, parallel, data
@@ -82,18 +86,6 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
         """Test metrics. Call `between_steps` before each step. `last` is whether training has ended."""
-
-    def predict(self, variables: Variables) -> dict[str, Any]:
-        """The results of --mode predict."""
-        raise NotImplementedError
-
-    def synthetic_batch(self) -> Any:
-        """A synthetic batch for benchmarks, shaped as the largest of `example_batches`."""
-        raise NotImplementedError  # only the benchmark modes need it
-
-    def inference_step(self) -> jax.stages.Wrapped:
-        """A jitted function (Variables, batch) -> predictions, which --mode inference_benchmark measures."""
-        raise NotImplementedError  # only --mode inference_benchmark needs it
 
     def benchmark_settings(self) -> dict[str, Any]:
         """Settings of the model and the data for benchmark.json."""

@@ -168,6 +168,8 @@ def open_data(config: Config, about: Description | None = None) -> Data:
         images: Dataset = Synthetic(config.model_name, config.side)
         return Data(images.description, images, images)
     train, test = _open(config, ["train", "val"])
+    if len(train.classes) < 2:
+        raise UsageError(f"{train.name} has one class, {train.classes[0]!r}: there is nothing to learn; add another.")
     return Data(train.description, train, test)
 
 

@@ -19,19 +19,12 @@ from examples.speech.deepspeech import DeepSpeech, time_mask
 from examples.speech.features import features_of
 
 
-class Applied(NamedTuple):
-    """The results of a model call."""
-
-    logits: jax.Array  # [batch, frames, labels]
-    lengths: Array  # [batch], in frames
-
-
 class Network(NamedTuple):
     """The model given by the flags as pure functions, in the precision of the flags."""
 
     init: Callable[[jax.Array], Variables]  # (key) -> variables, without statistics
-    # (params, features, lengths, key=None) -> Applied. If a key is given, dropout uses it.
-    apply: Callable[..., Applied]
+    # (params, features, lengths, key=None) -> logits [batch, frames, labels], lengths [batch]. Dropout uses the key.
+    apply: Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def create_network(config: Config, labels: int) -> Network:
@@ -44,11 +37,11 @@ def create_network(config: Config, labels: int) -> Network:
 
     graph = nnx.graphdef(nnx.eval_shape(lambda: create(jax.random.key(0))))
 
-    def apply(params: Any, features: Array, lengths: Array, key: jax.Array | None = None) -> Applied:
+    def apply(params: Any, features: Array, lengths: Array, key: jax.Array | None = None) -> Any:
         # A copy, because the state belongs to an outer trace and must not be changed here.
         model = nnx.merge(graph, params, copy=True)
         rngs = None if key is None else nnx.Rngs(dropout=key)
-        return Applied(*model(features, lengths, train=key is not None, rngs=rngs))
+        return model(features, lengths, train=key is not None, rngs=rngs)
 
     return Network(
         lambda key: Variables(nnx.state(create(key), nnx.Param), {}),
@@ -62,8 +55,8 @@ def create_test_step(config: Config, labels: int) -> Any:
 
     def test_step(variables: Variables, batch: Batch) -> tuple[jax.Array, Decoded]:
         features, lengths, readable = finite_features(batch.audio, batch.audio_lengths)
-        applied = network.apply(variables.params, features, lengths)
-        return jnp.where(readable, ctc_losses(applied, batch), jnp.nan), greedy(*applied)
+        outputs = network.apply(variables.params, features, lengths)
+        return jnp.where(readable, ctc_losses(*outputs, batch), jnp.nan), greedy(*outputs)
 
     return jax.jit(test_step)
 
@@ -78,10 +71,10 @@ def create_transcribe_step(config: Config, labels: int) -> Any:
     return jax.jit(transcribe_step)
 
 
-def ctc_losses(applied: Applied, batch: Batch) -> jax.Array:
+def ctc_losses(logits: jax.Array, lengths: Array, batch: Batch) -> jax.Array:
     """CTC loss of each utterance, in float32 even if the policy's output is half: it sums exps over all frames."""
-    logits = applied.logits.astype(jnp.float32)
-    frame_padding = 1.0 - time_mask(applied.lengths, logits.shape[1])
+    logits = logits.astype(jnp.float32)
+    frame_padding = 1.0 - time_mask(lengths, logits.shape[1])
     label_padding = 1.0 - time_mask(batch.label_lengths, batch.labels.shape[1])
     return optax.ctc_loss(logits, frame_padding, batch.labels, label_padding)
 
@@ -112,11 +105,10 @@ def greedy(logits: ArrayLike, lengths: ArrayLike) -> Decoded:
         logits: [batch, frames, labels], of any float dtype; label 0 is CTC's blank.
         lengths: [batch], in frames; later frames are ignored.
     """
-    log_probs = jax.nn.log_softmax(jnp.asarray(logits, jnp.float32))
-    best = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)
+    best = jnp.argmax(jnp.asarray(logits), axis=-1).astype(jnp.int32)
     inside = time_mask(lengths, best.shape[1])
     # Without finite logits there is no transcript: every word counts as wrong.
-    finite = jnp.all(jnp.isfinite(log_probs) | ~inside[..., None], axis=(1, 2))
+    finite = jnp.all(jnp.isfinite(logits) | ~inside[..., None], axis=(1, 2))
     before = jnp.pad(best, ((0, 0), (1, 0)))[:, :-1]
     written = inside & (best != 0) & (best != before) & finite[:, None]
     # A stable sort by "not written" moves the written labels to the front, in order.

@@ -46,11 +46,6 @@ def open_sets(config: Config, alphabet: Alphabet, splits: Sequence[str] = ("trai
     return Data(alphabet, **sets)
 
 
-def open_alphabet(config: Config) -> Alphabet:
-    """The characters of the model's outputs."""
-    return Alphabet() if config.alphabet is None else Alphabet.read(config.alphabet)
-
-
 class SpeechData(Task):
     """The speech of a task and the facts about it; `examples.speech.train` adds the model.
 
@@ -85,7 +80,8 @@ class SpeechData(Task):
     @classmethod
     def open(cls, config: Config, description: dict[str, Any] | None = None) -> Data:
         if description is None:
-            return Data(open_alphabet(config)) if config.is_benchmark else open_sets(config, open_alphabet(config))
+            alphabet = Alphabet() if config.alphabet is None else Alphabet.read(config.alphabet)
+            return Data(alphabet) if config.is_benchmark else open_sets(config, alphabet)
         characters = description.get("characters")
         if not isinstance(characters, str) or not characters:
             raise UsageError("the model's description of its alphabet is damaged.")

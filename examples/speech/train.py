@@ -43,7 +43,7 @@ class SpeechTask(SpeechData):
             if config.augment:
                 features = spec_augment(masks, features, lengths)
             counted = readable & (batch.weights > 0)
-            losses = ctc_losses(network.apply(variables.params, features, lengths, dropout), batch)
+            losses = ctc_losses(*network.apply(variables.params, features, lengths, dropout), batch)
             mean = jnp.sum(jnp.where(counted, losses, 0)) / jnp.maximum(jnp.sum(counted), 1)
             sums = masked_sums(counted, loss=losses)
             return Loss(mean, {**sums, "not_finite": jnp.sum(batch.weights) - sums["count"]}, {})

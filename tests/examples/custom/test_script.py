@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
-from examples.custom.__main__ import main
+from examples.common.run_folder import RunFolder
+from examples.common.training import DataParallel
+from examples.custom.__main__ import Config, CustomTask, main
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
 
@@ -25,6 +28,20 @@ def test_custom_task_learns_and_exports(trained):
     summary = json.loads((trained / "summary.json").read_text())
     assert summary["test_accuracy"] > 0.8
     assert summary["export_test_accuracy"] > 0.8
+
+
+def test_entries_without_finite_outputs_count_as_wrong(trained):
+    task = CustomTask(config := Config(devices=1, batch_size=128), DataParallel(1), CustomTask.open(config))
+    weights = task.run_variables(RunFolder(trained))
+    whole = task.test(weights, lambda: None)
+    assert whole["test_nonfinite"] == 0
+    inputs = task._test.inputs.copy()
+    inputs[:20] = np.nan
+    task._test = task._test._replace(inputs=inputs)
+    found = task.test(weights, lambda: None)
+    assert found["test_nonfinite"] == 20
+    assert found["test_accuracy"] <= 1 - 20 / task.test_count
+    assert np.isfinite(found["test_loss"])
 
 
 def test_custom_task_is_inspected(trained, capsys):

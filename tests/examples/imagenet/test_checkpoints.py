@@ -197,7 +197,7 @@ def test_images_without_finite_outputs_count_as_wrong(trained, tmp_path, capsys,
         return
     assert main(["--mode", "evaluate", *flags]) == 1
     said = capsys.readouterr().out
-    assert main(["--mode", "predict", *flags]) == 0
+    assert main(["--mode", "predict", *flags]) == 1
     predictions = json.loads((tmp_path / "predictions.json").read_text())["predictions"]
     nonfinite = sum(line["class"] is None for line in predictions)
     assert 0 < nonfinite < 96

@@ -195,7 +195,7 @@ def test_photos_train_and_unreadable_ones_are_named_and_counted(own_photos, tmp_
         (["--resume"], "--output DIR"),
         (["--resume", "--output", "no/such/run"], "'no/such/run' holds no run"),
         (["--output", "pyproject.toml"], "'pyproject.toml' is a file"),
-        (["--output", "/proc/run"], "'/proc/run' cannot be written to"),
+        (["--output", "/proc/run"], "/proc/run: No such file or directory. Free disk space, or give a writable folder"),
     ],
 )
 def test_bad_flags_end_in_one_line(flags, quoted, tmp_path, monkeypatch, capsys):
@@ -211,6 +211,9 @@ def test_bad_trees_end_in_one_line(own_photos, capsys):
     (own_photos / "train" / "flowers").mkdir()
     assert "'flowers' of train" in error_of(folder_flags(own_photos), capsys)
     assert "no folder 'train'" in error_of(folder_flags(own_photos / "train"), capsys)
+    for split, name in (("train", "china"), ("val", "china"), ("train", "flowers"), ("val", "flowers")):
+        shutil.move(own_photos / split / name, own_photos / f"{split}-{name}")
+    assert "has one class" in error_of(folder_flags(own_photos), capsys)
     for path in own_photos.rglob("*.*"):
         path.unlink()
     assert "no images" in error_of(folder_flags(own_photos), capsys)

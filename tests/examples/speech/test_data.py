@@ -71,6 +71,16 @@ def test_corpus_is_the_same_bit_for_bit_each_time(corpus, tmp_path):
     assert again.train.read_text() == "mark"
 
 
+def test_impossible_corpus_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"cannot be kept in .*--cache-dir"):
+        make_corpus(tmp_path / "file", *SIZE)
+    monkeypatch.setattr("examples.speech.corpus._TEST_VARIANTS", ["nobody"])
+    with pytest.raises(UsageError, match=r"cannot speak the corpus: it has no voice 'en-us\+nobody'.*--train-data"):
+        make_corpus(tmp_path / "cache", 1, 1)
+    assert not list((tmp_path / "cache").iterdir())
+
+
 def test_corpus_splits_share_no_speaker_and_no_text(corpus):
     train, test = read_csv(corpus.train), read_csv(corpus.test)
     assert (len(train), len(test)) == (20, 5)

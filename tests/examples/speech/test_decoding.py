@@ -35,6 +35,16 @@ def test_greedy_collapses_the_best_alignment():
         assert text == collapsed(logits[item, :length].argmax(axis=-1).tolist())
 
 
+def test_logits_without_finite_values_give_no_transcript():
+    logits = np.zeros((3, 4, 3), np.float32)
+    logits[:, :, 1] = 5
+    logits[1, 2, 0] = np.nan
+    logits[2, 3, 0] = np.inf  # past its length
+    decoded = greedy(logits, np.array([4, 4, 3]))
+    assert decoded.finite.tolist() == [True, False, True]
+    assert decoded.lengths.tolist() == [1, 0, 1]
+
+
 def test_error_rates_pool_all_utterances():
     rates = error_rates(["one two three", "four"], ["one too three", "four five"])
     assert rates["wer"] == pytest.approx(2 / 4)  # a substitution and an insertion
