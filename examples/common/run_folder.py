@@ -196,6 +196,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _replace(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     os.replace(part, path)

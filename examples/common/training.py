@@ -172,7 +172,7 @@ def masked_sums(counted: jax.Array, **values: jax.Array) -> Sums:
     return {**sums, "count": jnp.sum(counted)}
 
 
-def tested_sums(mask: jax.Array, finite: jax.Array, **values: jax.Array) -> Sums:
+def checked_sums(mask: jax.Array, finite: jax.Array, **values: jax.Array) -> Sums:
     """Sums over all entries of a test batch. An entry with a non-finite output is wrong: its values are 0.
 
     Args:
@@ -186,7 +186,7 @@ def tested_sums(mask: jax.Array, finite: jax.Array, **values: jax.Array) -> Sums
 
 
 def evaluation_means(sums: Mapping[str, Any]) -> dict[str, float]:
-    """Divides the sums of `tested_sums` on the host: the loss by the finite entries, all others by all entries."""
+    """Divides the sums of `checked_sums` on the host: the loss by the finite entries, all others by all entries."""
     found = {name: float(x) for name, x in jax.device_get(dict(sums)).items()}
     count, nonfinite, loss = found.pop("count"), found.pop("nonfinite"), found.pop("loss")
     rates = {name: value / count if count else float("nan") for name, value in found.items()}

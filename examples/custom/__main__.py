@@ -21,7 +21,7 @@ from examples.common import modes
 from examples.common.config import RunConfig
 from examples.common.optimizers import Recipe
 from examples.common.task import Task
-from examples.common.training import DataParallel, Loss, Model, Sums, Variables, masked_sums, tested_means, tested_sums
+from examples.common.training import DataParallel, Loss, Model, Sums, Variables, checked_sums, masked_sums, tested_means
 
 
 class Batch(NamedTuple):
@@ -103,7 +103,7 @@ class CustomTask(Task):
             logits = self.net[1](params, batch.inputs)
             finite = jnp.all(jnp.isfinite(logits), axis=-1)  # an entry with inf or NaN counts as wrong
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-            return tested_sums(jnp.ones(len(losses)), finite, loss=losses, accuracy=correct(logits, batch.labels))
+            return checked_sums(jnp.ones(len(losses)), finite, loss=losses, accuracy=correct(logits, batch.labels))
 
         return jax.jit(test_step)
 

@@ -109,7 +109,6 @@ class ImageData(Task):
         by_class = {name: {"images": truths[name], "accuracy": right[name] / truths[name]} for name in sorted(truths)}
         results = {"policy": config.policy, "model": config.model_name, "classes": by_class, "predictions": predictions}
         folder = config.output or Path()
-        folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "predictions.json", results)
         say(f"{len(predictions)} predictions in {folder / 'predictions.json'}")
         return results | {"unreadable_files": unreadable, "test_nonfinite": nonfinite}

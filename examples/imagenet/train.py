@@ -17,7 +17,7 @@ import optax
 
 import mpjax
 from examples.common import modes
-from examples.common.training import Loss, Model, Sums, Variables, compile_step, masked_sums, tested_means, tested_sums
+from examples.common.training import Loss, Model, Sums, Variables, checked_sums, compile_step, masked_sums, tested_means
 from examples.imagenet.data import Batch, empty_batch, evaluation_batches, train_batches
 from examples.imagenet.decoding import erase, mix_up
 from examples.imagenet.models import check_outputs_of, network
@@ -105,7 +105,7 @@ class ImageTask(ImageData):
             logits, _ = use(variables, self.prepare(batch.images))
             finite = jnp.all(jnp.isfinite(logits), axis=-1)
             losses = optax.softmax_cross_entropy(logits.astype(jnp.float32), _one_hot(batch, logits))
-            found = tested_sums(jnp.asarray(batch.mask), finite, loss=losses, **correct(logits, batch.labels))
+            found = checked_sums(jnp.asarray(batch.mask), finite, loss=losses, **correct(logits, batch.labels))
             return jax.tree.map(jnp.add, sums, found)
 
         state = jax.eval_shape(self.training.weights, self.abstract_state())

@@ -327,7 +327,7 @@ def test_speed_and_volume_change_length_and_level():
         assert audio.dtype == np.float32
         # A tone played faster has a higher pitch.
         np.testing.assert_allclose(audio[500:-500], 0.5 * tone(len(audio), hertz=440 * factor)[500:-500], atol=2e-3)
-    gains = perturbation.draw(np.random.default_rng(0), 1000).gains
+    gains = perturbation.draw(np.random.default_rng(0), 1000)[1]
     assert 20 * np.log10([gains.min(), gains.max()]) == pytest.approx([-6, 6], abs=0.1)
 
 

@@ -54,6 +54,9 @@ def test_dev_set_export_average_and_files(data, data_flags, tmp_path, capsys):
     capsys.readouterr()
     # Transcribed by an export, in another precision than in training.
     flags = ["--weights", str(output / "weights_bfloat16.safetensors"), "--policy", "mixed_bfloat16"]
+    assert main([*flags, "--mode", "evaluate", "--output", str(tmp_path / "new")]) == 0
+    assert (tmp_path / "new" / "transcripts.json").exists()
+    capsys.readouterr()
     audio = [str(data["test_data"].with_name(f"test{index}.wav")) for index in range(3)]
     assert main([*flags, "--infer", *audio]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
