@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -60,12 +59,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def command_line(program: str, arguments: Sequence[str], *extra: str) -> str:
-    """The shell command for `program` with `arguments` and the words of `extra` that `arguments` lacks."""
-    missing = [word for word in extra if word not in arguments]
-    return f"{program} {shlex.join([*arguments, *missing])}".rstrip()
 
 
 def listing(names: Sequence[str], limit: int = 5) -> str:

@@ -132,11 +132,6 @@ class RunConfig(abc.ABC):
     # Derived from the flags.
 
     @property
-    def model_name(self) -> str:
-        """The model's name."""
-        return getattr(self, "model", self.script)
-
-    @property
     def action(self) -> str:
         """The requested action. It decides which flags have an effect."""
         for name in INSPECT:
@@ -210,6 +205,10 @@ class RunConfig(abc.ABC):
                 ) from error
 
     def _check_together(self) -> None:
+        if self.action in INSPECT and (sum(getattr(self, name) for name in INSPECT) > 1 or self.mode in USE):
+            raise UsageError("--audit, --profile and --numerics inspect a training: give one of them, without --mode.")
+        if "warmup_epochs" in self.given and self.preset.warmup_epochs > self.preset.epochs / 2:
+            raise UsageError(f"--warmup-epochs {self.warmup_epochs}: above half of --epochs {self.preset.epochs}.")
         if self.output is None and self.resume:
             raise UsageError("--resume needs the folder of the run to continue: add --output DIR.")
         if self.output is None and self.weights is None and self.action in USE:

@@ -197,7 +197,9 @@ class _Run:
         line = {"step": step, **{f"train_{name}": value for name, value in means(found["totals"]).items()}}
         line |= {name: found[name].item() for name in ("loss_scale", "skipped_steps")}
         self._write_scalars(line, "step/")
-        self.bar.set_postfix_str(self.task.progress_text(found), refresh=False)
+        parts = [f"{name} {value:.4g}" for name, value in means(found["totals"]).items()]
+        parts += [f"scale {found['loss_scale']:g}", f"skipped {found['skipped_steps']}"]
+        self.bar.set_postfix_str(", ".join(parts), refresh=False)
         if found["consecutive_skips"] > _MAX_SKIPS:
             self._check_progress()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 
 import mpjax
-from examples.common.cli import UsageError, command_line, disk_problem, fail, say
+from examples.common.cli import UsageError, disk_problem, fail, say
 from examples.common.config import INSPECT, PRECISION_FLAGS, RunConfig
 from examples.common.flags import from_json, parse
 from examples.common.loop import Interrupted, open_folder, parameter_count, train
@@ -27,9 +28,6 @@ from perf.environment import environment
 from perf.memory import is_out_of_memory, peak_bytes
 
 MakeTask = Callable[[Any], Task]
-
-_PROFILED = 10  # steps of --profile
-_MEASURED = 2  # batches of --numerics
 
 
 def run(config: RunConfig, kind: type[Task]) -> dict[str, Any]:
@@ -94,7 +92,7 @@ def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
     batches = map(task.put, same_shape)
     try:
         if config.profile:
-            say(str(mpjax.profile(step, task.initial_state(), steps=_PROFILED, batches=batches)))
+            say(str(mpjax.profile(step, task.initial_state(), steps=10, batches=batches)))
         else:
             state = task.start_state()
             stats, loss = state.stats, task.training.model.loss
@@ -102,7 +100,7 @@ def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
             def loss_fn(params: Any, batch: Any) -> jax.Array:
                 return loss(Variables(params, stats), batch, jax.random.key(0)).mean
 
-            say(str(mpjax.numerics(loss_fn, state.params, batches=itertools.islice(batches, _MEASURED))))
+            say(str(mpjax.numerics(loss_fn, state.params, batches=itertools.islice(batches, 2))))
     finally:
         task.close()
     return {}
@@ -291,7 +289,6 @@ def _tested(task: Task, dtype: str, variables: Variables) -> dict[str, Any]:
 
 # Runs the command line of a training script: flags, errors, interruption, the final line.
 
-_BY_CTRL_C = 130  # the exit code that shells report for it
 _FORMATS = {
     "policy": "policy {}",
     "latency_milliseconds": "latency {:.1f} ms",
@@ -321,13 +318,14 @@ def main(kind: type[Task], arguments: Sequence[str] | None = None) -> int:
     except Interrupted as interrupted:
         # Print the whole command, with the folder if it was chosen automatically.
         given = any(word.replace("_", "-").startswith(("--output", "--results-dir")) for word in arguments)
-        output = () if given else ("--output", str(interrupted.output))
-        say(f"{interrupted}; continue with:\n  {command_line(program, arguments, *output, '--resume')}")
+        more = [] if given else ["--output", str(interrupted.output)]
+        more += [] if "--resume" in arguments else ["--resume"]
+        say(f"{interrupted}; continue with:\n  {program} {shlex.join([*arguments, *more])}")
         return interrupted.exit_code
     except KeyboardInterrupt:
         # During a test or a benchmark, or the second Ctrl-C of a training.
         say("\nstopped by Ctrl-C; files already saved are kept")
-        return _BY_CTRL_C
+        return 130  # as shells report it
     except Exception as error:
         usage_error = _as_usage_error(error)
         if usage_error is None:

@@ -115,21 +115,15 @@ def _matching(pattern: str, params: Any) -> Any:
     return mask
 
 
-def is_update(opt_state: Any, accumulate: int) -> jax.Array:
-    """Whether the last step changed the parameters. Skipped and accumulating steps do not."""
-    finite = jnp.asarray(opt_state.last_finite)
-    if accumulate == 1:
-        return finite
-    return finite & (optax.tree.get(opt_state, "mini_step") == 0)
-
-
-def update_ema(ema: Any, weights: Any, step: jax.Array, decay: float, changed: jax.Array) -> Any:
-    """Updates the exponential moving average of the weights, in float32, if the weights have changed.
+def update_ema(ema: Any, weights: Any, step: jax.Array, hyper: Recipe, opt_state: Any) -> Any:
+    """Updates the exponential moving average of the weights, in float32, if the last step has changed them.
 
     The decay starts low, at `(1 + step) / (10 + step)`, to forget the random initial weights soon.
     """
-    count = step.astype(jnp.float32)
-    keep = jnp.minimum(decay, (1 + count) / (10 + count))
+    count, changed = step.astype(jnp.float32), jnp.asarray(opt_state.last_finite)
+    if hyper.accumulate > 1:
+        changed &= optax.tree.get(opt_state, "mini_step") == 0
+    keep = jnp.minimum(hyper.ema, (1 + count) / (10 + count))
 
     def updated(e: jax.Array, w: jax.Array) -> jax.Array:
         new = keep * e + (1 - keep) * w.astype(jnp.float32) if jnp.issubdtype(w.dtype, jnp.floating) else w

@@ -17,6 +17,7 @@ import re
 import struct
 import sys
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,7 +72,10 @@ class Records(abc.ABC):
         for name in ("labels.txt", "classes.txt", f"{field}.labels.txt"):
             path = (self.root if self.root.is_dir() else self.root.parent) / name
             if path.is_file():
-                return tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+                names = tuple(line.strip() for line in path.read_text(encoding="utf-8").rstrip().splitlines())
+                if repeated := [line for line, count in Counter(names).items() if count > 1 or not line]:
+                    raise UsageError(f"{str(path)!r}: {listing(repeated)} is empty or repeated; name each class.")
+                return names
         return None
 
     def fields(self, candidates: Sequence[str], what: str) -> tuple[str, ...]:

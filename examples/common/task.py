@@ -214,11 +214,6 @@ class Task(abc.ABC):
         totals: Sums = self.parallel.replicate(self.training.zero())
         return state._replace(totals=totals)
 
-    def progress_text(self, outputs: Any) -> str:
-        """The text of the progress bar from the outputs of a step, which are on the host."""
-        parts = [f"{name} {value:.4g}" for name, value in training.means(outputs["totals"]).items()]
-        return ", ".join([*parts, f"scale {outputs['loss_scale']:g}", f"skipped {outputs['skipped_steps']}"])
-
     def position(self) -> dict[str, Any]:
         """Further entries of a checkpoint's position, as JSON: the precision and the state of the data."""
         return {"precision": self.config.precision, "data": self.data_state()}
@@ -256,7 +251,7 @@ class Task(abc.ABC):
             return state
         if source.is_dir():
             other = RunFolder(source)
-            task = self.with_config(self.config.trained(other.settings(self.config.script)))
+            task = self.with_config(self.config.trained(other.settings(self.config.script, "--init-from")))
             variables = task.run_variables(other, "--init-from")
             check_alike(variables.params, state.params, f"--init-from {str(source)!r}")
         else:

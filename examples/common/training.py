@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mpjax
 from examples.common.cli import UsageError, say
-from examples.common.optimizers import Recipe, create_optimizer, is_update, learning_rate_schedule, update_ema
+from examples.common.optimizers import Recipe, create_optimizer, learning_rate_schedule, update_ema
 from perf.memory import program_bytes
 
 T = TypeVar("T")
@@ -120,8 +120,7 @@ def create_training(
         stats = mpjax.keep_if_finite(opt_state, found.stats, state.stats)
         ema = state.ema
         if hyper.ema:
-            changed = is_update(opt_state, hyper.accumulate)
-            ema = update_ema(ema, {"params": params, "stats": stats}, state.step, hyper.ema, changed)
+            ema = update_ema(ema, {"params": params, "stats": stats}, state.step, hyper, opt_state)
         totals = jax.tree.map(jnp.add, state.totals, found.sums)
         outputs = {
             "totals": totals,

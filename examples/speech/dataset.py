@@ -240,6 +240,8 @@ def open_speech(
     """
     if path.exists() and (records := open_records(path)) is not None:
         utterances = read_records(records, audio_field, text_field)
+    elif audio_field or text_field:
+        raise UsageError(f"--audio-field and --text-field are for shards, and {str(path)!r} holds none.")
     elif path.is_dir():
         utterances = read_librispeech(path)
     elif path.is_file():

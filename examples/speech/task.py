@@ -72,9 +72,7 @@ class SpeechData(Task):
         self.test_count = 0 if data.test is None else len(data.test)
         self.prefix = "dev_" if dev else ""
         self.metric = (f"{self.prefix}wer", -1)
-        self.title = (
-            f"{config.model_name} on {data.train.name if data.train else 'synthetic audio'}, policy {config.policy}"
-        )
+        self.title = f"DeepSpeech on {data.train.name if data.train else 'synthetic audio'}, policy {config.policy}"
         self.transcribed: list[Transcribed] = []
 
     @classmethod

@@ -69,6 +69,17 @@ def test_fields_may_have_any_name(tree, tmp_path):
     same(opened(tmp_path, image_field="pixels", label_field="kind"), folders)
 
 
+def test_class_names_that_repeat_are_refused(tree, tmp_path):
+    for split, folder in zip(("train", "val"), opened(tree), strict=True):
+        write_tar(tmp_path / f"{split}.tar", rows_of(folder, "jpg", "cls"))
+    for names, named in (("crane\ncrane\n", "'crane' is empty or repeated"), ("cat\n\ndog\n", "'' is empty")):
+        (tmp_path / "labels.txt").write_text(names)
+        with pytest.raises(UsageError, match=named):
+            opened(tmp_path)
+    with pytest.raises(UsageError, match="are for shards"):
+        opened(tree, image_field="jpg")
+
+
 def test_hub_snapshots_and_saved_datasets_of_one_split_each(tree, tmp_path):
     datasets = pytest.importorskip("datasets")
     folders = opened(tree)

@@ -242,6 +242,9 @@ def test_diverged_training_is_reported_in_one_line(diverging, tmp_path, monkeypa
         (["--data-dir", "x", "--whole", "--test-crop", "1"], "--test-crop"),
         (["--mode", "train", "--patience", "3"], "--patience"),
         (["--warmup-steps", "3"], "--warmup-steps"),
+        (["--audit", "--profile"], "--profile"),
+        (["--audit", "--mode", "evaluate"], "--audit"),
+        (["--warmup-epochs", "5", "--epochs", "2"], "--warmup-epochs 5.0: above half of --epochs 2"),
     ],
 )
 def test_flags_without_effect_are_refused(flags, flag, capsys):

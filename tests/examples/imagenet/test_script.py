@@ -189,6 +189,8 @@ def test_photos_train_and_unreadable_ones_are_named_and_counted(own_photos, tmp_
         (["--learning-rate", "nan"], "--learning-rate nan"),
         (["--seed", "-3"], "--seed -3"),
         (["--image-size", "16"], "--image-size 16"),
+        (["--image-size", "5000"], "--image-size 5000: give 8 to 4096"),
+        (["--data-dir", ".", "--test-crop", "0"], "--test-crop 0.0: give more than 0"),
         (["--dataset", "mnist", "--image-size", "8"], "--image-size 8: the images of mnist are 28x28"),
         (["--dataset", "mnist", "--data-dir", "photos"], "--dataset mnist: --data-dir photos would replace it"),
         (["--data-dir", "no/such/folder"], "'no/such/folder' is not a folder"),

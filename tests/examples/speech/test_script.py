@@ -179,6 +179,7 @@ def test_benchmark_reports_latencies_and_audio_hours(tmp_path, capsys):
             "--weights has no effect in --mode train_and_evaluate; it is for evaluate, predict",
         ),
         (["--alphabet", "no.txt"], "'no.txt' cannot be read"),
+        (["--audio-field", "flac"], "--audio-field and --text-field are for shards"),
     ],
 )
 def test_bad_flags_end_in_one_line(flags, quoted, data_flags, tmp_path, monkeypatch, capsys):
