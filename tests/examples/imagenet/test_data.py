@@ -214,9 +214,8 @@ def test_exif_orientation_is_applied(orientation, tmp_path):
     exif = Image.Exif()
     exif[0x0112] = orientation
     # The image as the sensor saw it. Applying the EXIF orientation restores it.
-    rotations = {6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
-    stored = rotations.get(orientation, decoding._UPRIGHT.get(orientation))
-    seen = upright if stored is None else upright.transpose(stored)
+    names = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_90", "TRANSVERSE", "ROTATE_270"]
+    seen = upright if orientation == 1 else upright.transpose(Image.Transpose[names[orientation - 2]])
     seen.save(path, exif=exif, quality=95, subsampling=0)
     assert distance(whole(path), np.asarray(upright, int)) < 4
     box = (5, 3, 69, 51)
