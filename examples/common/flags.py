@@ -87,7 +87,7 @@ def parse(
         hint = f"did you mean {close[0]}?" if close else f"{program} --help lists all flags."
         raise UsageError(f"{rest[0]}: unknown flag; {hint}")
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(space).items()}
-    parsed: Any = config(**given, given=frozenset(given))  # type: ignore[call-arg]
+    parsed: Any = config(**given, **{"given": frozenset(given)})
     for field in _flags(config):
         uses = field.metadata["group"].uses
         used = uses is None or parsed.action in uses or getattr(parsed, field.name) is None

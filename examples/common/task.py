@@ -55,9 +55,9 @@ class Task(abc.ABC):
     steps = 1
     test_count: int
     # Only the modes predict, training_benchmark and inference_benchmark need these.
-    predict: Callable[[Variables], dict[str, Any]]  # the results
-    synthetic_batch: Callable[[], Any]  # a batch shaped as the largest of `example_batches`
-    inference_step: Callable[[], jax.stages.Wrapped]  # makes a jitted function (Variables, batch) -> predictions
+    predict: Any  # (Variables) -> the results
+    synthetic_batch: Any  # () -> a batch shaped as the largest of `example_batches`
+    inference_step: Any  # () -> a jitted function (Variables, batch) -> predictions
 
     def __init__(self, config: Any, parallel: DataParallel, data: Any) -> None:
         self.config, self.parallel, self.data = config, parallel, data

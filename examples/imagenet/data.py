@@ -21,7 +21,7 @@ import abc
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -146,8 +146,8 @@ class Embedded(Dataset):
     """
 
     classes = tuple("0123456789")
-    test_images: ClassVar[int]
-    read: ClassVar[Callable[[], tuple[np.ndarray, np.ndarray]]]  # all images, uint8, and their labels
+    test_images: int
+    read: Any  # () -> all images, uint8, and their labels
 
     def __init__(self, split: Literal["train", "test"]) -> None:
         from sklearn.model_selection import train_test_split
@@ -188,8 +188,8 @@ class Digits(Embedded):
     Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI (1998).
     """
 
-    name, mean, std, image_shape, test_images = "digits", (0.305,), (0.376,), (8, 8, 1), 360
-    read = _read_digits
+    name, mean, std, image_shape = "digits", (0.305,), (0.376,), (8, 8, 1)
+    test_images, read = 360, _read_digits
 
 
 @functools.cache
@@ -210,8 +210,8 @@ class Mnist(Embedded):
     those of the whole training set.
     """
 
-    name, mean, std, image_shape, test_images = "mnist", (0.1307,), (0.3081,), (28, 28, 1), 1000
-    read = _read_mnist
+    name, mean, std, image_shape = "mnist", (0.1307,), (0.3081,), (28, 28, 1)
+    test_images, read = 1000, _read_mnist
 
 
 EMBEDDED: dict[str, type[Embedded]] = {"digits": Digits, "mnist": Mnist}

@@ -97,8 +97,8 @@ class ImageData(Task):
                     finite, best = bool(np.isfinite(found[row]).all()), int(np.argmax(found[row]))
                     result = {"class": classes[best], "probability": float(found[row, best])}
                     name, truth = images.name_of(start + int(row))
-                    known = {"image": name} | ({} if config.images else {"truth": truth})
-                    predictions.append(known | (result if finite else {"class": None, "probability": None}))
+                    of_file = {"image": name} | ({} if config.images else {"truth": truth})
+                    predictions.append(of_file | (result if finite else {"class": None, "probability": None}))
         nonfinite = sum(line["class"] is None for line in predictions)
         check_outputs(nonfinite, len(predictions), self.unit)
         for line in predictions if config.images else ():
