@@ -15,7 +15,7 @@ from jax import lax
 from jax.tree_util import Partial
 
 from mpjax._jaxpr.host import in_host_memory
-from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Probe, is_half, widened
+from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Probe, is_half, is_low, widened
 from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.program import Site, lay_out, owners_of, walk
 from mpjax.casting.autocast import TracedCall, autocast, functional, trace
@@ -219,11 +219,11 @@ class Trial:
 
 
 def _rounded(place: Site, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
-    """An equation's results. Those in half are rounded to half and cast back to float32."""
+    """An equation's results. Those in half or float8 are rounded to it and cast back to float32."""
     row, eqn = primitive(place.name), place.eqn
-    if (row.moves or row.keeps_values) and all(map(is_half, eqn.invars[:1])):
+    if (row.moves or row.keeps_values) and all(map(is_half, [*eqn.invars[:1], *eqn.outvars])):
         return outs  # the operands are rounded already
-    return [_round(x, v.aval.dtype) if is_half(v) else x for x, v in zip(outs, eqn.outvars, strict=True)]
+    return [_round(x, v.aval.dtype) if is_low(v) else x for x, v in zip(outs, eqn.outvars, strict=True)]
 
 
 def _round(x: Any, dtype: Any) -> Any:
