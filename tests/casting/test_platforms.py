@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import mpjax
+from benchmarks.training.target import TARGETS, placed
 from mpjax import Rules
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.unfused import unfused
+from mpjax.inspection.profile.hlo_text import HloModule
 from testing import measures
 from testing.platforms import tpu
 
@@ -79,3 +81,27 @@ def test_unfused_is_the_identity_under_every_transformation():
     for transform in (jax.grad, jax.hessian, jax.vmap, jax.jit):
         np.testing.assert_array_equal(transform(fun)(X), transform(plain)(X))
     np.testing.assert_array_equal(jax.linear_transpose(unfused.bind, X)(X)[0], X)
+
+
+def test_float16_on_a_tpu_is_warned_about():
+    with tpu(), pytest.warns(UserWarning, match="float16 is no faster than bfloat16 on a TPU"):
+        jax.eval_shape(mpjax.autocast(lambda w: X @ w, "mixed_float16"), X.T)
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_libtpu_multiplies_half_operands_without_casting_them(half):
+    target = TARGETS["v5e"]
+    devices = target.devices()
+    if devices is None:
+        pytest.skip(target.missing)
+    shape = placed(jax.ShapeDtypeStruct((256, 256), half), jax.sharding.SingleDeviceSharding(devices[0]))
+    text = jax.jit(jnp.matmul).trace(shape, shape).lower(lowering_platforms=("tpu",)).compile().as_text()
+    name = {"float16": "f16", "bfloat16": "bf16"}[half]
+    program = HloModule(text)
+    lines = [(line, lines) for lines in program.computations.values() for line in lines.values()]
+    ((matmul, beside),) = [(line, lines) for line, lines in lines if line.opcode == "convolution"]
+    assert {beside[operand].type.partition("[")[0] for operand in matmul.operands} == {name}
+    # The matrix unit writes bfloat16 itself; float16 is a cast of its float32 result, in the same kernel.
+    assert matmul.type.startswith("f32[" if half == "float16" else "bf16[")
+    entry = program.computations[program.entry].values()
+    assert not [line for line in entry if line.opcode == "convert" or "f32[" in line.type]
