@@ -40,6 +40,7 @@ TITLES = {
     "planted_cpu": "What the inspections answer to planted causes",
     "training_dry_run": "Training steps compiled for an H200 without a GPU",
     "training_dry_run_v5e": "Training steps compiled for a TPU v5e without a TPU",
+    "training_dry_run_v6e": "Training steps compiled for a TPU v6e without a TPU",
     "communication_bfloat16_v5e_cpu": "What a sharded training step sends between TPU chips",
     "fused_attention_cpu": "Fused attention compiled for an H200 without a GPU",
     "float8_h200_cpu": "Float8 steps compiled for an H200 without a GPU",
