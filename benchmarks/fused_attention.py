@@ -32,11 +32,11 @@ _GPT, _LONG, _BERT = WORKLOADS["gpt2_medium"], WORKLOADS["gpt2_medium_4096"], WO
 _replaced: Any = dataclasses.replace
 ROWS: dict[str, tuple[Workload, tuple[int, int, int]]] = {
     "GPT-2 medium, 1,024 tokens": (_GPT, (8 * 16, 1024, 1024)),
-    "the same, blocks in a `scan`": (_replaced(_GPT, loop=True), (8 * 16, 1024, 1024)),
-    "the same, each block recomputed": (_replaced(_GPT, remat=True), (8 * 16, 1024, 1024)),
-    "the same, both": (_replaced(_GPT, loop=True, remat=True), (8 * 16, 1024, 1024)),
+    "GPT-2 medium, 1,024 tokens, `scan`": (_replaced(_GPT, loop=True), (8 * 16, 1024, 1024)),
+    "GPT-2 medium, 1,024 tokens, checkpoint": (_replaced(_GPT, remat=True), (8 * 16, 1024, 1024)),
+    "GPT-2 medium, 1,024 tokens, both": (_replaced(_GPT, loop=True, remat=True), (8 * 16, 1024, 1024)),
     "GPT-2 medium, 4,096 tokens": (_LONG, (2 * 16, 4096, 4096)),
-    "the same, blocks in a `scan` ": (_replaced(_LONG, loop=True), (2 * 16, 4096, 4096)),
+    "GPT-2 medium, 4,096 tokens, `scan`": (_replaced(_LONG, loop=True), (2 * 16, 4096, 4096)),
     "BERT-large, 512 tokens, padding": (_BERT, (32 * 16, 512, 512)),
     "ViT-L/16": (WORKLOADS["vit_l16"], (64 * 16, 196, 196)),
     "T5-base, 512 to 128 tokens": (WORKLOADS["t5_base"], (32 * 12, 512, 512)),
@@ -106,7 +106,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         ratio = f"{fused['temporary_bytes'] / by_hand['temporary_bytes']:.2f}" if by_hand else ""
         moved = f"{fused['bytes_moved'] / written['bytes_moved']:.2f}"
         counts = [str(x) for x in (fused["kernel_calls"], written["scores_arrays"], fused["scores_arrays"])]
-        lines.append(f"| {' | '.join([row.strip(), str(fused['layers']), *sizes, ratio, moved, *counts])} |")
+        lines.append(f"| {' | '.join([row, str(fused['layers']), *sizes, ratio, moved, *counts])} |")
     return "\n".join(lines) + "\n"
 
 
