@@ -73,30 +73,13 @@ WORDS = ["the", "cat", "a", "dog", "sees", "house", "and", "sleeps", "in", "unde
 
 
 def write_texts(folder: pathlib.Path, seed: int) -> None:
-    """Texts, labelled sentences and images for the scripts that read files.
-
-    The files are `corpus.txt`, `pos.conllu`, `pairs.csv`, `names.json`, `images/`.
-    """
+    """`corpus.txt`, and `pos.conllu`, which has the parts of speech of its words."""
     rng = np.random.default_rng(seed)
     lines = [[WORDS[i] for i in rng.integers(0, len(WORDS), size=rng.integers(5, 12))] for _ in range(160)]
     (folder / "corpus.txt").write_text("\n".join(map(" ".join, lines)) + "\n")
     tags = {word: "NOUN" if word in ("cat", "dog", "house", "tree") else "OTHER" for word in WORDS}
     rows = ("".join(f"{i}\t{w}\t{w}\t{tags[w]}\t_\t_\t0\troot\t_\t_\n" for i, w in enumerate(x, 1)) for x in lines)
     (folder / "pos.conllu").write_text("\n".join(rows) + "\n")
-    pairs = (f"{' '.join(x)},{' '.join(y)},{int('cat' in x)}" for x, y in zip(lines[::2], lines[1::2], strict=True))
-    (folder / "pairs.csv").write_text("sentence1,sentence2,label\n" + "\n".join(pairs) + "\n")
-    named = ({"words": x, "ner": [tags[w] for w in x]} for x in lines)
-    (folder / "names.json").write_text("\n".join(map(json.dumps, named)) + "\n")
-
-
-def write_images(folder: pathlib.Path, seed: int) -> None:
-    """Images in folders by their class."""
-    from PIL import Image
-
-    images, labels = digits(48, seed)
-    for i, (image, label) in enumerate(zip(images, labels % 2, strict=True)):
-        (folder / str(label)).mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.repeat(image[..., None], 3, axis=-1)).save(folder / str(label) / f"{i}.png")
 
 
 MODEL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -104,7 +87,6 @@ MODELS = {
     "bert": {"vocab_size": 64, "max_position_embeddings": 64, **MODEL},
     "gpt2": {"vocab_size": 64, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2},
     "t5": {"vocab_size": 192, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2},
-    "vit": {"image_size": 32, "patch_size": 8, **MODEL},
 }
 
 
