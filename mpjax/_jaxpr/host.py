@@ -62,14 +62,15 @@ def _widened(dtype: Any) -> Any:
 
 def _numbers(x: Any, v: Any) -> Any:
     """An operand for NumPy, in float32 if it is half; None if NumPy can't take it."""
-    if not compat.is_shaped(v.aval) or v.aval.dtype not in _DTYPES:
+    aval: Any = v.aval
+    if not compat.is_shaped(aval) or aval.dtype not in _DTYPES:
         return None
     if isinstance(v, compat.Literal) and not isinstance(x, jax.Array):
-        x = np.asarray(x, v.aval.dtype)
+        x = np.asarray(x, aval.dtype)
     # The sharding of an array on a mesh is part of its type, also on a mesh of one device.
     if not in_host_memory(x) or isinstance(getattr(x, "sharding", None), jax.sharding.NamedSharding):
         return None
-    return np.asarray(x, _widened(v.aval.dtype))
+    return np.asarray(x, _widened(aval.dtype))
 
 
 def _plain(fun: Callable[..., Any]) -> Callable[..., Any]:
