@@ -37,6 +37,9 @@ class Step:
 # Attention as written, fused by autocast, and by hand.
 ATTENTION = ("autocast_bfloat16", "autocast_bfloat16_fused", "autocast_bfloat16+cudnn_attention")
 ATTENTION_MODELS = ("gpt2_medium", "gpt2_medium_4096", "bert_large_512", "vit_l16", "t5_base")
+# The widest models, in bfloat16 and in float8.
+WIDEST = ("gpt2_medium", "bert_large_128")
+FLOAT8 = ("autocast_bfloat16", "autocast_float8")
 STEPS = (
     Step("tests", ("pytest", "-m", "gpu", "-q", "-o", "addopts=", "tests"), 60, 240, writes=False),
     Step("quick training", ("benchmarks.training", "--quick"), 60, 3600, takes_limit=True),
@@ -48,6 +51,7 @@ STEPS = (
         3600,
         takes_limit=True,
     ),
+    Step("float8", ("benchmarks.training", "--only", *WIDEST, "--cells", *FLOAT8), 60, 3600, takes_limit=True),
     Step("full training", ("benchmarks.training", "--full"), 60, 3600, takes_limit=True),
 )
 

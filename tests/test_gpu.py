@@ -71,3 +71,23 @@ def test_overflow_on_the_device_skips_the_step(params, batch):
     assert int(skipped.skipped_steps) == 1
     _, taken = step(params, state, batch)
     assert int(taken.skipped_steps) == 0
+
+
+def test_float8_matmuls_run_on_tensor_cores():
+    if float(jax.devices()[0].compute_capability) < 8.9:
+        pytest.skip("no float8 units")
+    params = jax.random.normal(jax.random.key(0), (4, 2048, 2048)) / 2048**0.5
+    x = jax.random.normal(jax.random.key(1), (4096, 2048))
+
+    def loss_fn(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    step = jax.jit(jax.grad(mpjax.autocast(loss_fn, "mixed_float8")))
+    compiled = step.lower(params, x).compile()
+    # Two eligible layers: forward, and both matmuls of the gradient. Autotuning may choose another kernel of float8.
+    assert compiled.as_text().count("f8e4m3fn[2048,2048]") > 0
+    with jax.default_matmul_precision("highest"):
+        reference = jax.grad(loss_fn)(params, x)
+    assert 1e-3 < relative_error(compiled(params, x), reference) < 0.15

@@ -191,6 +191,8 @@ class RunConfig(abc.ABC):
             policy = mpjax.get_policy(self.policy)
         except ValueError as error:
             raise UsageError(f"--policy {self.policy!r}: {error}") from error
+        if self.amp == "module" and policy.matmul_dtype is not None:
+            raise UsageError(f"--policy {self.policy!r}: layers have no float8 matmuls; add --amp autocast.")
         if self.amp == "autocast" and policy.param_dtype != "float32":
             raise UsageError(
                 f"--amp autocast keeps the parameters in float32, but --policy {self.policy!r} requires "

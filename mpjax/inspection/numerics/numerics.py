@@ -206,9 +206,9 @@ class _Measuring:
                 self.gradients[-1][place.path] = max(size, self.gradients[-1].get(place.path, 0.0))
         for number, place in compiled.probe.quantised.items():
             if ("float8", number) in notes:
-                found = notes["float8", number]
-                row = place.path, place.phase, place.eqn.params["dtype"].name
-                self.float8[row] = merged(self.float8[row], found) if row in self.float8 else found
+                copy = notes["float8", number]
+                operand = place.path, place.phase, place.eqn.params["dtype"].name
+                self.float8[operand] = merged(self.float8[operand], copy) if operand in self.float8 else copy
         for name, grad in zip(compiled.names, grads, strict=True):
             scaled = np.asarray(grad, np.float32) * np.float32(self.scale)
             found = jax.device_get(compiled.probe.take([scaled], [], self.limits))

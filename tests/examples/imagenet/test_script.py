@@ -182,6 +182,7 @@ def test_photos_train_and_unreadable_ones_are_named_and_counted(own_photos, tmp_
     ("flags", "quoted"),
     [
         (["--policy", "mixed_float17"], "'mixed_float17'"),
+        (["--policy", "mixed_float8"], "layers have no float8 matmuls; add --amp autocast"),
         (["--policy", "O2", "--amp", "autocast"], "--amp autocast keeps the parameters in float32"),
         (["--batch-size", "97"], "--batch-size 97 is larger than the data: digits has 96"),
         (["--batch-size", "0"], "--batch-size 0"),
