@@ -231,7 +231,8 @@ def _chosen(argnums: Argnums, count: int) -> dict[int, int | nnx.DiffState]:
     """Maps each differentiated position to itself, or to the `nnx.DiffState` given for it."""
     chosen: dict[int, int | nnx.DiffState] = {}
     for given in argnums if isinstance(argnums, Sequence) else (argnums,):
-        position = operator.index(getattr(given, "argnum", given))  # also NumPy's integers
+        argnum: Any = getattr(given, "argnum", given)
+        position = operator.index(argnum)  # also NumPy's integers
         if not -count <= position < count:
             raise ValueError(
                 f"argnums={argnums!r} is out of range: the function was called with {count} positional arguments."
@@ -239,7 +240,7 @@ def _chosen(argnums: Argnums, count: int) -> dict[int, int | nnx.DiffState]:
         position %= count
         if position in chosen:
             raise ValueError(f"argnums={argnums!r} names an argument twice.")
-        chosen[position] = given if hasattr(given, "argnum") else position
+        chosen[position] = position if argnum is given else given
     return chosen
 
 

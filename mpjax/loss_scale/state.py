@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import sys
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
@@ -152,7 +153,8 @@ def check_wiring_around() -> None:
 
     An update sees only its own state. The whole one is an argument of the outermost of optax's running functions.
     """
-    frame, outermost, level, stacklevel = sys._getframe(1), None, 3, 0
+    frame: types.FrameType | None = sys._getframe(1)
+    outermost, level, stacklevel = None, 3, 0
     while frame is not None:
         frame, level = frame.f_back, level + 1
         if frame is not None and frame.f_globals.get("__name__", "").startswith("optax."):

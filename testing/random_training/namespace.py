@@ -22,7 +22,7 @@ from testing import cheap_keys
 from testing.random_programs import namespace as programs
 
 X = np.array([[0.7, -0.3, 0.4], [-0.5, 0.9, 0.2]], np.float32)
-IDS = np.array([3.0, 5.0], np.float32)  # categories or times, given as floats
+IDS = np.array([3.001, 5.003], np.float32)  # categories or times, given as floats that half rounds
 
 
 def array(*shape: int) -> Any:

@@ -225,8 +225,9 @@ def _check_half(case: Case, plain: Program, scaled: Program) -> str:
     for batch in plain.batches:
         found = scaled.run(as_typed, carry, batch)
         if np.all(_skips(found[0]) > _skips(carry)):
-            if _differences(found[0][0], carry[0]):
-                raise Failure("half", "a skipped step changed the params")
+            for part in (0, 2):
+                if _differences(found[0][part], carry[part]):
+                    raise Failure("half", f"a skipped step changed the {'params' if part == 0 else 'model state'}")
             outcomes.append("half: overflow")
         else:
             with np.errstate(invalid="ignore"):

@@ -1,0 +1,134 @@
+"""Planted wrong implementations of loss scaling and modules: `python -m benchmarks.mutations`.
+
+Each is run on the numbered training programs of the tests until one of them fails. A wrong implementation that none
+of them catches is a gap in what they draw, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0")
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import mpjax
+from mpjax.loss_scale import replicas, transformation, trees
+from mpjax.loss_scale.cotangents import unscale_by
+from mpjax.modules import layers
+from testing.random_training import Rejected, check, numbered_case
+
+Plant = Callable[[], Any]
+
+
+def _replaced(target: str, wrong: Any) -> Plant:
+    return lambda: mock.patch(target, wrong)
+
+
+def _counted(name: str, value: Any, which: str, wrong: Callable[[int], int], right: Any = transformation._count) -> int:
+    count = right(name, value)
+    assert isinstance(count, int)
+    return wrong(count) if name == which else count
+
+
+def _loss_ignored(tree: Any, *args: Any) -> jax.Array:
+    is_loss = len(jax.tree.leaves(tree)) == 1 and jnp.ndim(jax.tree.leaves(tree)[0]) == 0
+    return jnp.ones((), jnp.bool_) if is_loss else replicas.all_finite(tree, *args)
+
+
+def _advanced(state: Any, like: Any, right: Any = trees.cast_like) -> Any:
+    is_count = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.int32)  # noqa: E731
+    return jax.tree.map(lambda x: x + 1 if is_count(x) else x, right(state, like))
+
+
+def _narrowed(tree: Any, dtype: Any, right: Any = layers.cast) -> Any:
+    return right(right(tree, jnp.dtype(jnp.bfloat16)), dtype)
+
+
+def _rounded_at_entry(model: Any, policy: Any, right: Any = mpjax.with_policy) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *layers.cast(layers.cast(args, jnp.dtype(jnp.bfloat16)), jnp.dtype("float32")), **kwargs)
+
+    model = right(model, policy)
+    original = type(model).__call__
+    wrong = type(type(model).__name__, (type(model),), {"__call__": call})
+    object.__setattr__(model, "__class__", wrong)
+    return model
+
+
+MUTATIONS: dict[str, Plant] = {
+    "what scale_loss closes over keeps the scale": _replaced(
+        "mpjax.loss_scale.boundary.closed", lambda caller, fun, arrays: (lambda given: fun(*given), [])
+    ),
+    "gradients are divided by twice the scale": _replaced(
+        "mpjax.loss_scale.transformation.unscale_by", lambda grads, scale: unscale_by(grads, 2 * scale)
+    ),
+    "an overflow is taken": _replaced(
+        "mpjax.loss_scale.transformation.all_finite", lambda *args: jnp.ones((), jnp.bool_)
+    ),
+    "a loss that is not finite is taken": _replaced("mpjax.loss_scale.transformation.all_finite", _loss_ignored),
+    "the scale grows a step late": _replaced(
+        "mpjax.loss_scale.transformation._count",
+        functools.partial(_counted, which="growth_interval", wrong=lambda count: min(count + 1, 2**31 - 1)),
+    ),
+    "hysteresis is ignored": _replaced(
+        "mpjax.loss_scale.transformation._count",
+        functools.partial(_counted, which="hysteresis", wrong=lambda count: 1),
+    ),
+    "a skipped step advances the inner state": _replaced("mpjax.loss_scale.transformation.cast_like", _advanced),
+    "derivative rules see scaled cotangents": _replaced("mpjax.true_cotangents", lambda fun, state: fun),
+    "a skipped step changes statistics": _replaced("mpjax.keep_if_finite", lambda state, new, old: new),
+    "restore_if_skipped restores nothing": _replaced(
+        "mpjax.restore_if_skipped", lambda *args: contextlib.nullcontext()
+    ),
+    "masters are rounded": _replaced(
+        "mpjax.optimizer_state.masters._masters",
+        lambda params, full: jax.tree.map(
+            lambda p, f: f.astype(p.dtype).astype(f.dtype) if p.dtype != f.dtype else optax.MaskedNode(), params, full
+        ),
+    ),
+    "the results of a Flax model are rounded": lambda: mock.patch.multiple("mpjax.modules.linen", cast=_narrowed),
+    "the results of an NNX model are rounded": lambda: mock.patch.multiple("mpjax.modules.nnx", cast=_narrowed),
+    "the arguments of a Flax model are rounded": _replaced("mpjax.with_policy", _rounded_at_entry),
+}
+
+
+def first_catch(plant: Plant, numbers: range) -> tuple[int, str] | None:
+    """The first program that fails with a wrong implementation, and how; None if none does."""
+    with plant():
+        for number in numbers:
+            try:
+                check(numbered_case(number))
+            except Rejected:
+                continue
+            except Exception as failure:
+                return number, str(failure).splitlines()[0]
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--examples", type=int, default=200, help="numbers of programs, from 0")
+    parser.add_argument("--only", default="", help="text in the names of the mutations that run")
+    args = parser.parse_args()
+    missed = []
+    for name, plant in MUTATIONS.items():
+        if args.only in name:
+            jax.clear_caches()  # of programs that were traced with another mutation
+            found = first_catch(plant, range(args.examples))
+            print(f"{name}: {'missed' if found is None else f'program {found[0]}: {found[1]}'}", flush=True)
+            missed += [name] * (found is None)
+    sys.exit(f"missed: {', '.join(missed)}" if missed else 0)
+
+
+if __name__ == "__main__":
+    main()
