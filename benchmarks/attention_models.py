@@ -12,6 +12,7 @@ import collections
 import importlib
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,6 +88,8 @@ def hugging_face(name: str, **options: Any) -> Iterator[Any]:
 
 def big_vision(folder: str) -> Iterator[Any]:
     sys.path.insert(0, folder)
+    # It loads checkpoints, by TensorFlow.
+    sys.modules["big_vision.utils"] = importlib.import_module("big_vision").utils = types.ModuleType("utils")  # type: ignore[attr-defined]
     vit = importlib.import_module("big_vision.models.vit")
     model = vit.Model(num_classes=8, width=WIDTH, depth=2, mlp_dim=WIDTH, num_heads=HEADS, patch_size=(8, 8))
     images = jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.float32)

@@ -132,12 +132,17 @@ def shared_keys(q, k, v):
     return jax.vmap(attend)(q)
 
 
+def mask_of_heads(q, k, v):
+    weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+    return jnp.einsum("bhts,bshd->bthd", jnp.einsum("bhts,h->bhts", weights, jnp.ones(N)), v)
+
+
 FUSED = {
     f.__name__: f
     for f in (
         einsum, scaled_query, written_out, keys_first, flat_batch, one_example, flax_function, jax_function, window,
         grouped, repeated, slopes, padding, jitted, cache, not_the_first, repeated_groups, negative, distance,
-        shared_keys,
+        shared_keys, mask_of_heads,
     )
 }  # fmt: skip
 KINDS = {
@@ -329,7 +334,12 @@ def sum_of_others(q, k, v):
     return jnp.einsum("bhts,bshd->bthd", weights / weights.sum(1, keepdims=True), v)
 
 
-@pytest.mark.parametrize("attention", [other_axis, over_queries, unnormalised, sum_of_others])
+def weighted_heads(q, k, v):
+    weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+    return jnp.einsum("bhts,bshd->bthd", jnp.einsum("bhts,h->bhts", weights, jnp.arange(N) + 1.0), v)
+
+
+@pytest.mark.parametrize("attention", [weighted_heads, other_axis, over_queries, unnormalised, sum_of_others])
 def test_what_is_not_attention_stays_as_it_is(attention):
     loss, args = loss_of(attention), arguments(2)
     assert not [row for row in rows(loss, args) if row.op == "fused_attention"]

@@ -132,6 +132,13 @@ def _product(
                 summed = joined(of_v[d] for d in eqn.params["dimension_numbers"][0][side])
                 if set(summed) == set(flat(keys)):
                     return eqn, side, of_v, list(path), {probabilities, *(each.outvars[0] for each in path)}
+                (contracted, batch) = eqn.params["dimension_numbers"]
+                ones = flow.constant(eqn.invars[1 - side])
+                if ones is not None and (ones == 1).all() and not contracted[0] and len(batch[0]) == ones.ndim:
+                    # A mask of heads that masks none.
+                    free = [dim for d, dim in enumerate(of_v) if d not in batch[side]]
+                    after = (*(of_v[d] for d in batch[side]), *free)
+                    waiting.append((eqn.outvars[0], after, (*path, eqn)))
                 continue
             out = eqn.outvars[0] if eqn.outvars else None
             if out is None or out in known:
