@@ -74,8 +74,12 @@ def equinox() -> Iterator[Any]:
 def hugging_face(name: str, **options: Any) -> Iterator[Any]:
     library = importlib.import_module("transformers")
     if "a_max" not in inspect.signature(jnp.clip).parameters:  # FlaxT5 names the argument as JAX once did.
-        clip = jnp.clip
-        jnp.clip = lambda x, low=None, high=None, a_max=None: clip(x, low, high if a_max is None else a_max)
+        library_clip = jnp.clip
+
+        def clip(x: Any, low: Any = None, high: Any = None, a_max: Any = None) -> Any:
+            return library_clip(x, low, high if a_max is None else a_max)
+
+        setattr(jnp, "clip", clip)  # noqa: B010 - mypy refuses an assignment of another signature
     config = getattr(library, f"{name}Config")(**options)
     suffix = "Model" if name != "T5" else "ForConditionalGeneration"
     model = getattr(library, f"Flax{name}{suffix}")(config, _do_init=False)

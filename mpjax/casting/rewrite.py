@@ -233,7 +233,8 @@ def _bind(step: Step, operands: Sequence[Any], half: np.dtype) -> Sequence[Any]:
     params = compat.bind_params(eqn.primitive, eqn.params)
     if step.half_move:
         low, full = weight_gradients.half_move(eqn.primitive, params, args, half)
-        return [MixedValue(half, full if step.outs[0].storage == FULL else None, low)]
+        (out,) = step.outs
+        return [MixedValue(half, full if out is not None and out.storage == FULL else None, low)]
     if step.float8 is not None and step.float8.dtypes:
         return [MixedValue(half, low=_in_float8(step, operands, params))]
     if step.broadcast:

@@ -24,7 +24,7 @@ class MockedDatasets(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if fullname != "tensorflow_datasets":
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None:
+        if spec is not None and spec.loader is not None:
             self.loader, spec.loader = spec.loader, self
         return spec
 

@@ -105,9 +105,12 @@ def resolved(found: Found, flow: Flow, scores: Sequence[Sequence[Any]], right: b
     nan = bool(found.masks) and infinite and (bool(masks) or not seen.any(1).all())
     for bias in found.biases:
         array = _of_scores(flow.constant(bias.v), bias.dims, scores)
-        hidden = None if array is None else array * bias.factor <= HIDES
+        if array is None:
+            biases.append(bias)
+            continue
+        hidden = array * bias.factor <= HIDES
         # Where all keys are hidden, the number is added to all scores of a row, which changes nothing.
-        if array is None or not hidden.any() or array[~hidden].any() or not (seen & ~hidden).any(1).all():
+        if not hidden.any() or array[~hidden].any() or not (seen & ~hidden).any(1).all():
             biases.append(bias)
         else:
             constant.append(bias)
