@@ -262,8 +262,8 @@ def _trained(loss: Any, steps: int, params: Any, x: Any, *rest: Any) -> Any:
     return jax.lax.fori_loop(0, steps, step, jax.tree.map(jnp.asarray, params))
 
 
-def _training(model: Model, policy: str, seed: int) -> mpjax.Training:
-    """A `mpjax.MakeTraining` of a model, whose batches depend on the seed."""
+def _training(model: Model, policy: str, seed: int) -> mpjax.inspection.Training:
+    """A `mpjax.inspection.MakeTraining` of a model, whose batches depend on the seed."""
     params, x, *rest = _arrays(model)
     run = jax.jit(functools.partial(_trained, mpjax.autocast(_array_loss(model), policy), 1))
     measure = jax.jit(_array_loss(model))
@@ -272,7 +272,7 @@ def _training(model: Model, policy: str, seed: int) -> mpjax.Training:
     def step(params: Any, batch: Any) -> Any:
         return run(params, batch, *rest), 0.0
 
-    return mpjax.Training(params, step, batches, lambda w: -float(measure(w, batches[0], *rest)))
+    return mpjax.inspection.Training(params, step, batches, lambda w: -float(measure(w, batches[0], *rest)))
 
 
 def _arrays(model: Model) -> tuple[Any, ...]:
@@ -697,14 +697,14 @@ def flushed_while_training() -> dict[str, Answer]:
 def updates_lost_in_half() -> dict[str, Answer]:
     """Weights in bfloat16 that small updates do not change."""
 
-    def make(policy: str, seed: int) -> mpjax.Training:
+    def make(policy: str, seed: int) -> mpjax.inspection.Training:
         dtype = jnp.float32 if policy == "float32" else jnp.bfloat16 if policy == "half" else None
 
         def step(w: Any, batch: Any) -> Any:
             return (w - 1e-3 * (w - batch).astype(w.dtype)).astype(w.dtype), jnp.mean((w - batch) ** 2)
 
         start = jnp.full(8, 1 + seed / 8, dtype or jnp.float32)
-        return mpjax.Training(start, jax.jit(step), [jnp.zeros(8)] * 30, lambda w: float(jnp.mean(w)), None)
+        return mpjax.inspection.Training(start, jax.jit(step), [jnp.zeros(8)] * 30, lambda w: float(jnp.mean(w)), None)
 
     def parity() -> None:
         found = mpjax.parity(make, ["half", "masters"], 3)

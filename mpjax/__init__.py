@@ -15,8 +15,6 @@ if _typing.TYPE_CHECKING:
     from mpjax.casting import float_function as float_function
     from mpjax.casting import half_function as half_function
     from mpjax.casting import promote_function as promote_function
-    from mpjax.inspection import MakeTraining as MakeTraining
-    from mpjax.inspection import Training as Training
     from mpjax.inspection import audit as audit
     from mpjax.inspection import explain as explain
     from mpjax.inspection import find_nonfinite as find_nonfinite

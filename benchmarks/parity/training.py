@@ -146,10 +146,10 @@ def _initializer(family: Family) -> Any:
     return _INITIALIZERS.setdefault(family.name, jax.jit(_init(family, family.modules)))
 
 
-def make(family_name: str, policy: str, seed: int) -> mpjax.Training:
+def make(family_name: str, policy: str, seed: int) -> mpjax.inspection.Training:
     """The training of one run, for `mpjax.parity`."""
     training = _training(family_name, policy)
-    return mpjax.Training(
+    return mpjax.inspection.Training(
         training.init(seed),
         training.step,
         Batches(training.family, seed),

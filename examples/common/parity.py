@@ -23,7 +23,7 @@ from examples.common.training import TrainState, Variables
 
 
 class Maker:
-    """A `mpjax.MakeTraining` of a script. A policy's step and test are compiled once for all seeds.
+    """A `mpjax.inspection.MakeTraining` of a script. A policy's step and test are compiled once for all seeds.
 
     Args:
         kind: The script's task.
@@ -38,7 +38,7 @@ class Maker:
         self.__qualname__ = kind.config_type.script
         self.settings = {"flags": self._flags}
 
-    def __call__(self, policy: str, seed: int) -> mpjax.Training:
+    def __call__(self, policy: str, seed: int) -> mpjax.inspection.Training:
         """Makes the training for a policy and a seed.
 
         Args:
@@ -73,7 +73,7 @@ class Maker:
         def weights(state: TrainState) -> Variables:
             return Variables(state.params, state.stats)
 
-        return mpjax.Training(state, step, batches, metric, loss, weights, sign > 0, True, task.metric_name)
+        return mpjax.inspection.Training(state, step, batches, metric, loss, weights, sign > 0, True, task.metric_name)
 
     def _task(self, words: Sequence[str], seed: int) -> Task:
         flags = self._kind.config_type

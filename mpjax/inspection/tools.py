@@ -39,7 +39,6 @@ class Tool:
         options: Keyword arguments of the function that the command line offers. With `CALL`, the command makes the
             arguments of the inspected function; without, the tool takes the function alone.
         classes: The result classes in `mpjax.inspection`.
-        inputs: The classes that users make, also in `mpjax`.
     """
 
     name: str
@@ -48,7 +47,6 @@ class Tool:
     summary: str
     options: tuple[Option, ...]
     classes: tuple[str, ...] = ()
-    inputs: tuple[str, ...] = ()
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -154,12 +152,11 @@ TOOLS = (
             Option("--baseline", "the policy that the others are compared with", default="float32", metavar="P"),
             Option("--output", "keep runs and report in this folder; a later call continues there", metavar="DIR"),
         ),
-        ("ParityReport",),
-        ("MakeTraining", "Training"),
+        ("MakeTraining", "ParityReport", "Training"),
     ),
 )
 # `watch` runs inside a training step, so it is not a command.
 _WATCH = "mpjax.inspection.watch.watch"
-FUNCTIONS = {name: tool.module for tool in TOOLS for name in (tool.name, *tool.inputs)} | {"watch": _WATCH}
+FUNCTIONS = {tool.name: tool.module for tool in TOOLS} | {"watch": _WATCH}
 CLASSES = {name: tool.module for tool in TOOLS for name in tool.classes}
 CLASSES |= dict.fromkeys(("Watch", "WatchRecord", "WatchState"), _WATCH)

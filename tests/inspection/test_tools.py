@@ -16,8 +16,7 @@ ROOT = pathlib.Path(mpjax.__file__).parent.parent
 @pytest.mark.parametrize("tool", tools.TOOLS, ids=lambda tool: tool.name)
 def test_each_name_is_public_and_the_module_defines_it(tool):
     module = importlib.import_module(tool.module)
-    for name in (tool.name, *tool.inputs):
-        assert getattr(mpjax, name) is getattr(mpjax.inspection, name) is getattr(module, name)
+    assert getattr(mpjax, tool.name) is getattr(mpjax.inspection, tool.name) is getattr(module, tool.name)
     for name in tool.classes:
         assert getattr(mpjax.inspection, name) is getattr(module, name)
         assert not hasattr(mpjax, name)

@@ -141,7 +141,7 @@ def evidence_of(
     )
     training = make_training(make, policy, run.seed)
     if training.loss is None:
-        note = "gradients were not inspected: give mpjax.Training(loss=...), the loss in the precision of the policy"
+        note = "gradients were not inspected: give Training(loss=...), the loss in the precision of the policy"
         return dataclasses.replace(found, notes=(note,))
     try:
         params, batch, found = _params_at(training, make_training(make, baseline, run.seed), found)

@@ -45,7 +45,8 @@ class Training(NamedTuple):
 
     Example:
         >>> import mpjax
-        >>> training = mpjax.Training(0.0, lambda state, x: (state + x, state), [1.0, 2.0], float, metric_name="sum")
+        >>> step = lambda state, x: (state + x, state)
+        >>> training = mpjax.inspection.Training(0.0, step, [1.0, 2.0], float, metric_name="sum")
         >>> training.step(training.state, 1.0)
         (1.0, 0.0)
     """
@@ -93,7 +94,7 @@ class MakeTraining(Protocol):
 
     Example:
         >>> import jax, jax.numpy as jnp, mpjax, optax
-        >>> def make(policy: str, seed: int) -> mpjax.Training:
+        >>> def make(policy: str, seed: int) -> mpjax.inspection.Training:
         ...     loss = mpjax.autocast(lambda w, x: jnp.mean((x @ w - 1) ** 2), policy)
         ...     tx = mpjax.loss_scale_for(optax.sgd(0.1), policy)
         ...     @jax.jit
@@ -102,8 +103,8 @@ class MakeTraining(Protocol):
         ...         return mpjax.apply_gradients(tx, grads, state[1], state[0]), value
         ...     xs = jax.random.normal(jax.random.key(seed), (4, 8, 3))
         ...     w = jnp.zeros(3)
-        ...     return mpjax.Training((w, tx.init(w)), step, list(xs), lambda state: state[0].sum(), loss)
-        >>> checked: mpjax.MakeTraining = make
+        ...     return mpjax.inspection.Training((w, tx.init(w)), step, list(xs), lambda state: state[0].sum(), loss)
+        >>> checked: mpjax.inspection.MakeTraining = make
         >>> state, step, batches, metric, *_ = make("mixed_float16", 0)
         >>> state, value = step(state, batches[0])
     """
@@ -124,7 +125,7 @@ def make_training(make: Callable[..., Any], policy: str, seed: int) -> Training:
     except Exception as error:
         error.add_note(
             f"parity called {getattr(make, '__name__', 'make')}({policy!r}, {seed}): give a function of a policy and a "
-            "seed that returns an mpjax.Training (see mpjax.MakeTraining), not a loss function"
+            "seed that returns an mpjax.inspection.Training (see mpjax.inspection.MakeTraining), not a loss function"
         )
         raise
     if isinstance(found, Training):
@@ -134,8 +135,8 @@ def make_training(make: Callable[..., Any], policy: str, seed: int) -> Training:
     else:
         of = f" of {len(found)}" if isinstance(found, Sequence) else ""
         raise TypeError(
-            f"parity: make({policy!r}, {seed}) returned a {type(found).__name__}{of}; return an mpjax.Training, or a "
-            "tuple (state, step, batches, metric)."
+            f"parity: make({policy!r}, {seed}) returned a {type(found).__name__}{of}; return an "
+            "mpjax.inspection.Training, or a tuple (state, step, batches, metric)."
         )
     for name in ("step", "metric"):
         if not callable(getattr(training, name)):

@@ -55,7 +55,7 @@ def make(policy, seed):
         found = x @ np.asarray(state[0]["first"]) @ np.asarray(state[0]["second"])
         return 1 - np.mean((found - x @ TRUE) ** 2) / np.var(x @ TRUE)
 
-    return mpjax.Training((params, init(params)), step, batches, metric, loss)
+    return mpjax.inspection.Training((params, init(params)), step, batches, metric, loss)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_skips_and_the_history_of_the_scale_are_recorded():
     params = np.ones((), np.float32)
     from mpjax.inspection.parity.training import run_training
 
-    training = mpjax.Training((params, tx.init(params)), step, [params] * 6, lambda state: state[0])
+    training = mpjax.inspection.Training((params, tx.init(params)), step, [params] * 6, lambda state: state[0])
     run = run_training(training, "p", 0)
     # Scaled cotangents pass through float16, which holds up to 65504.
     assert run.scales == ((1, 2.0**16), (2, 2.0**15), (4, 2.0**16), (5, 2.0**15))
@@ -143,7 +143,9 @@ def test_nnx_objects_are_a_state():
         return state, update(*state, x)
 
     batches = [np.ones((4, 2), np.float32)] * 3
-    training = mpjax.Training((model, optimizer), step, batches, lambda state: float(np.sum(state[0].kernel[...])))
+    training = mpjax.inspection.Training(
+        (model, optimizer), step, batches, lambda state: float(np.sum(state[0].kernel[...]))
+    )
     run = run_training(training, "p", 0)
     assert run.scales == ((1, 8.0),)
     assert run.losses[-1] < run.losses[0]

@@ -98,7 +98,7 @@ def test_the_curves_part_where_the_policy_was_spoiled(report):
     assert parted_at(report.runs_of("diverges"), base) in (31, 32)
     by_policy = {evidence.policy: evidence for evidence in report.evidence}
     assert by_policy["spoiled"].parted_at == parted_at(report.runs_of("spoiled"), base)
-    assert "mpjax.Training(loss=...)" in by_policy["spoiled"].notes[0]
+    assert "give Training(loss=...)" in by_policy["spoiled"].notes[0]
 
 
 def test_text_has_the_finding_first_and_fits_100_columns(report):
@@ -200,7 +200,7 @@ def test_a_step_may_return_the_losses_of_several_steps():
     def step(state, xs):
         return state + 1, np.asarray([1.0, 2.0, 3.0])
 
-    run = run_training(mpjax.Training(0, step, range(2), float), "float32", 0)
+    run = run_training(mpjax.inspection.Training(0, step, range(2), float), "float32", 0)
     assert run.losses == (1.0, 2.0, 3.0, 1.0, 2.0, 3.0)
     assert run.metric == 2.0
 
@@ -209,7 +209,10 @@ def test_a_step_may_return_the_losses_of_several_steps():
     ("returned", "message"),
     [
         (3, "returned a int"),
-        ((0, 1), r"returned a tuple of 2; return an mpjax.Training, or a tuple \(state, step, batches, metric\)"),
+        (
+            (0, 1),
+            r"returned a tuple of 2; return an mpjax.inspection.Training, or a tuple \(state, step, batches, metric\)",
+        ),
         ((0, 1, [0], float), "returned a step that is not a function"),
         ((0, lambda s, b: s, [0], float), r"step returned a int; return \(state, loss\)"),
         ((0, lambda s, b: (s, s, s), [0], float), "step returned 3 values"),
