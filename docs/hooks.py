@@ -17,6 +17,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import mpjax  # noqa: E402 - from this repository, whether installed or not
+from mpjax.inspection.tools import CLASSES  # noqa: E402
 
 MADE = re.compile(r"^<!-- made: ([\w ./]+) -->\n(.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE)
 _NAMES = re.compile(r"<!-- made: names ([\w ]+?) -->")
@@ -40,13 +41,27 @@ def filled(page: str, parts: dict[str, Callable[..., str]] | None = None) -> str
 
 def names(*modules: str) -> str:
     """A table of the public names of these modules; `others` means all modules that no page requests."""
-    rows = [f"| `{name}` | {_first_sentence(getattr(mpjax, name))} |" for name in _names_of(modules)]
-    return "\n".join(["| name | what it is |", "|---|---|", *rows])
+    return _table(mpjax, _names_of(modules))
 
 
 def names_with_docstrings(*modules: str) -> str:
     """The same table and the reference entries."""
     return "\n\n".join([names(*modules), *(f"::: mpjax.{name}" for name in _names_of(modules))])
+
+
+def classes() -> str:
+    """A table of the classes of the inspections: their reports, and what users give to them."""
+    return _table(mpjax.inspection, sorted(CLASSES))
+
+
+def classes_with_docstrings() -> str:
+    """The same table and the reference entries."""
+    return "\n\n".join([classes(), *(f"::: mpjax.inspection.{name}" for name in sorted(CLASSES))])
+
+
+def _table(module: Any, found: list[str]) -> str:
+    rows = [f"| `{name}` | {_first_sentence(getattr(module, name))} |" for name in found]
+    return "\n".join(["| name | what it is |", "|---|---|", *rows])
 
 
 def _names_of(modules: tuple[str, ...]) -> list[str]:
@@ -196,6 +211,7 @@ def _with_plots(text: str, up: str) -> str:
 
 PARTS: dict[str, Callable[..., str]] = {
     "names": names,
+    "classes": classes,
     "rules": rules,
     "commands": commands,
     "versions": versions,
@@ -203,7 +219,11 @@ PARTS: dict[str, Callable[..., str]] = {
     "changelog": changelog,
     "results": results,
 }
-ON_SITE: dict[str, Callable[..., str]] = {"names": names_with_docstrings, "results": results_on_site}
+ON_SITE: dict[str, Callable[..., str]] = {
+    "names": names_with_docstrings,
+    "classes": classes_with_docstrings,
+    "results": results_on_site,
+}
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -43,6 +43,8 @@ def test_every_public_name_is_on_a_page_of_the_reference():
     shown = re.findall(r"^::: mpjax\.(\w+)$", "\n".join(pages), re.MULTILINE)
     assert sorted(shown) == hooks.public_names()
     assert {*mpjax.__all__} <= {*shown}
+    inspections = re.findall(r"^::: mpjax\.inspection\.(\w+)$", "\n".join(pages), re.MULTILINE)
+    assert {*inspections} | {*mpjax.__all__} >= {*mpjax.inspection.__all__}
 
 
 def test_rules_table_has_each_primitive_once_in_its_list():
