@@ -265,6 +265,7 @@ reduce_window_min                     move     nothing  elements=0 kernel
 detached                              move     nothing  some_versions whole identity
 matmul_result                         move     nothing  some_versions whole identity
 straight_through                      move     nothing  some_versions whole identity
+aligned                               move     nothing  some_versions whole identity
 unfused                               move     nothing  some_versions whole
 matmul_tangent                        opaque   -        expensive some_versions
 # mpjax's own (`mpjax._jaxpr.float8`).

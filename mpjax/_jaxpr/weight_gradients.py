@@ -44,6 +44,7 @@ detached = Primitive("detached")
 result = Primitive("matmul_result")
 tangent = Primitive("matmul_tangent")
 straight_through = Primitive("straight_through")
+aligned = Primitive("aligned")
 
 
 def is_pointwise(params: dict[str, Any], kernel: Sequence[int]) -> bool:
@@ -305,6 +306,7 @@ def _dot(x: Any, y: Any, dimensions: Any, **options: Any) -> Any:
         shape = (*sizes[0], math.prod(sizes[1]), math.prod(sizes[2]))
         return lax.transpose(z, (*along, *rows, *columns)).reshape(shape), sizes[2]
 
+    x, y = aligned.bind(x, y), aligned.bind(y, x)
     (left, of_left), (right, of_right) = (matrix(*each) for each in zip((x, y), contract, batch, strict=True))
     n = len(batch[0])
     product = lax.dot_general(left, right, (((n,), (n,)), (tuple(range(n)),) * 2), **options)
@@ -317,6 +319,22 @@ def _result_transpose(ct: Any, out: Any, *operands: Any, matmul: Any, **params: 
     ragged = matmul.name == "ragged_dot_general"
     nothing = ad.instantiate_zeros(ad.Zero(ct.aval if type(ct) is ad.Zero else jax.typeof(ct))) if ragged else None
     return [nothing, *_tangent_transpose(ct, *operands, matmul=matmul, **params)]
+
+
+def _aligned_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    (_, like), (dx, _) = primals, tangents
+    return aligned.bind(*primals), dx if type(dx) is ad.Zero else aligned.bind(dx, like)
+
+
+def _aligned_linearization(nonzeros: Sequence[bool], *primals: Any) -> tuple[Any, bool, Any]:
+    return aligned.bind(*primals), nonzeros[0], lambda *tangents: _aligned_jvp(primals, tangents)[1]
+
+
+def _aligned_batch(args: Sequence[Any], dims: Sequence[Any]) -> Any:
+    (x, like), (dim, like_dim) = args, dims
+    if dim is None:
+        x = jnp.broadcast_to(x, (like.shape[like_dim], *x.shape))
+    return aligned.bind(x if dim is None else jnp.moveaxis(x, dim, 0), like), 0
 
 
 def _straight_through_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
@@ -451,6 +469,9 @@ register_identity(
     _straight_through_transpose,
     _straight_through_batch,
 )
+
+# The first operand is mapped by `vmap` if the second one is, over its leading dimension.
+register_identity(aligned, _aligned_jvp, _aligned_linearization, lambda ct, x, like: [ct, None], _aligned_batch)
 
 register_identity(result, _result_jvp, _result_linearization, _result_transpose, _result_batch)
 

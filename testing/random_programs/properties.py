@@ -30,7 +30,7 @@ _ADDED_BY_AUTOCAST = frozenset(
     """convert_element_type broadcast_in_dim reshape squeeze slice dynamic_slice transpose rev copy copy_p name
     stop_gradient optimization_barrier device_put expand_dims split unstack iota argmax argmin eq ne lt le gt ge
     eq_to lt_to le_to is_finite pvary pcast reduce_or custom_lin select_n mul sharding_constraint concatenate
-    reshard reduce_window_max reduce_window_min detached straight_through matmul_result matmul_tangent
+    reshard reduce_window_max reduce_window_min detached straight_through aligned matmul_result matmul_tangent
     float8_scale float8_quantise float8_rescale float8_result float8_tangent unfused""".split()
 )
 

@@ -207,3 +207,26 @@ def test_a_lookup_in_half_has_the_right_derivatives(half, vmapped):
     bound = 4 * float(jnp.finfo(half).eps)
     for derivative in (jax.grad, jax.jacfwd, lambda f: lambda w: jax.jvp(jax.grad(f), (w,), (w,))[1]):
         assert measures.relative_error(derivative(cast)(W), derivative(exact)(W)) < bound
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+@pytest.mark.parametrize("derivative", ["members", "last", "jacrev", "hessian"])
+def test_gradients_of_mapped_parameters_run_compiled(derivative, half):
+    # XLA's CPU compiler can't run most bfloat16 matmuls with a float32 result, and `vmap` changes their dimensions.
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 4, 4), (8, 4)))
+    members = {
+        "members": lambda loss: jax.vmap(jax.grad(loss), (0, None)),
+        "last": lambda loss: lambda w, x: jax.vmap(jax.grad(loss), (2, None))(jnp.moveaxis(w, 0, 2), x),
+        "jacrev": lambda loss: jax.vmap(jax.jacrev(lambda w, x: loss(w, x, jnp.mean)), (0, None)),
+        "hessian": lambda loss: jax.vmap(jax.hessian(loss), (0, None)),
+    }[derivative]
+
+    def loss(w, x, reduce=lambda y, axis: jnp.mean(y)):
+        return reduce(jnp.tanh(x @ w) ** 2, axis=0)
+
+    found = jax.jit(members(mpjax.autocast(loss, f"mixed_{half}")))(w, x)
+    assert found.dtype == jnp.float32
+    expected = members(loss)(w, x)
+    tolerance = 8 * float(jnp.finfo(half).eps)
+    np.testing.assert_allclose(found, expected, atol=tolerance * float(jnp.max(jnp.abs(expected))))
