@@ -202,9 +202,7 @@ class RunConfig(abc.ABC):
             try:
                 mpjax.static_loss_scale(optax.identity(), float(self.loss_scale or ""))
             except ValueError as error:
-                raise UsageError(
-                    f"--loss-scale {self.loss_scale!r}: give dynamic, or a number from 2**-126 to 2**126."
-                ) from error
+                raise UsageError(f"--loss-scale {self.loss_scale!r}: give dynamic, or 2**-126 to 2**126.") from error
 
     def _check_together(self) -> None:
         if self.action in INSPECT and (sum(getattr(self, name) for name in INSPECT) > 1 or self.mode in USE):
