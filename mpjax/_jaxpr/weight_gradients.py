@@ -236,7 +236,7 @@ def _matrix_gradient(images: Any, ct: Any, kernel: Any, params: dict[str, Any], 
     pixels = ((lhs[0], *lhs[2:]), (out[0], *out[2:]))
     # XLA for GPUs fuses what computes the images into this matmul, and keeps float32 values for it: a quarter more
     # memory for a ResNet-50. A convolution reads them from memory in any case.
-    matrix = lax.dot_general(
+    matrix = _dot(
         lax.optimization_barrier(images),
         ct,
         (pixels, ((), ())),

@@ -230,3 +230,18 @@ def test_gradients_of_mapped_parameters_run_compiled(derivative, half):
     expected = members(loss)(w, x)
     tolerance = 8 * float(jnp.finfo(half).eps)
     np.testing.assert_allclose(found, expected, atol=tolerance * float(jnp.max(jnp.abs(expected))))
+
+
+@pytest.mark.parametrize("layout", [("NCHW", "OIHW", "NCHW"), ("NHWC", "HWIO", "NHWC"), ("NCHW", "HWIO", "NHWC")])
+def test_gradients_of_pointwise_convolutions_run_compiled_in_every_layout(layout):
+    rng = np.random.default_rng(0)
+    sizes = {"N": 2, "C": 8, "H": 5, "W": 5}
+    x = jnp.asarray(rng.normal(size=[sizes[d] for d in layout[0]]), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(4, 8, 1, 1) if layout[1] == "OIHW" else (1, 1, 8, 4)), jnp.float32)
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(jax.lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=layout)) ** 2)
+
+    found = jax.jit(jax.grad(mpjax.autocast(loss, "mixed_bfloat16")))(w, x)
+    expected = jax.grad(loss)(w, x)
+    np.testing.assert_allclose(found, expected, atol=2.0**-5 * float(jnp.max(jnp.abs(expected))))
