@@ -247,6 +247,9 @@ def _bind(step: Step, operands: Sequence[Any], half: np.dtype) -> Sequence[Any]:
             args[i] = _broadcast(args[i], shape, half)
     if step.half:
         params = _half_params(eqn.primitive.name, params, half)
+    if eqn.primitive.name in MATMULS and compat.in_named_axes():
+        # JAX's own derivatives leave tangents that vary along fewer axes than what they are multiplied with.
+        args[:2] = [*compat.vary_like(args[1], args[:1]), *compat.vary_like(args[0], args[1:2])]
     avals = _results(step, args, half)
     if step.parameters:
         full = [operands[i][FULL] if i in step.parameters else args[i] for i in range(2)]

@@ -243,6 +243,16 @@ def program(w, x, b, s, n):
 """,
         ("grad", "vmap_of_grad"),
     ),
+    "tangent that varies along fewer axes than what it is multiplied with": (
+        """
+def program(w, x, b, s, n):
+    def f(rows, w):
+        return stacked((jax.jvp(lambda a: jnp.tanh(a @ a.T) @ a, (rows[0],), (w,))[1],))
+    along = dict(mesh=MESH, in_specs=(P('i'), P()), out_specs=P('i'))
+    return jax.shard_map(f, **along)(sharded(jnp.stack([w, 0.5 * w])), replicated(w)),
+""",
+        ("value",),
+    ),
     "dtypes of its author below autocast's": (
         """
 def program(w, x, b, s, n):

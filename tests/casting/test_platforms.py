@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mpjax.inspection.profile.hlo_text import HloModule
 
 import mpjax
 from benchmarks.training.target import TARGETS, placed
 from mpjax import Rules
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.unfused import unfused
+from mpjax.inspection.profile.hlo import HloModule
 from testing import measures
 from testing.platforms import tpu
 

@@ -279,10 +279,9 @@ def test_the_image_training_script_audits_and_profiles_its_step_instead_of_train
     monkeypatch.setattr(mpjax, "profile", profile)
     make_quick(monkeypatch)
     cheap_keys.make_default(monkeypatch)
-    assert (
-        train_images(["--audit", "--profile", "--batch-size", "32", "--amp", "autocast", "--policy", "mixed_bfloat16"])
-        == 0
-    )
+    for inspection in ("--audit", "--profile"):
+        flags = [inspection, "--batch-size", "32", "--amp", "autocast", "--policy", "mixed_bfloat16"]
+        assert train_images(flags) == 0
     out = capsys.readouterr().out
     assert "Precision of train_step" in out
     assert re.search(r"ResNet/BasicBlock_\S+/Conv_", out)
