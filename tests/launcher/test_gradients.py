@@ -481,7 +481,8 @@ def test_a_rule_that_a_loss_scale_would_change_keeps_its_gradient_in_float32(lau
     else:
         jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=0.05, atol=1e-3 * np.abs(w).max()), got, want)
         assert not session.rules_not_linear
-        assert half(step, params())
+        if not all((w == 0).all() for w in jax.tree.leaves(want)):  # A zero is not computed.
+            assert half(step, params())
 
 
 def test_bfloat16_keeps_no_gradient_in_float32_for_a_rule(launched):
