@@ -213,8 +213,8 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
         if wide and set(operands) & {str(dtype) for dtype in HALF}:
             raise Failure("precision", f"{e.name} requests float32 but runs on {operands}", "/".join(e.path))
         free = wide or fixed or is_inner_product(e.eqn) or "custom_linear_solve" in e.path
-        free |= emulated or _UNTIL_TOLERANCE in e.path or widened.issuperset(e.eqn.invars[:2])
-        free |= in_full and "remat2" in e.path
+        free |= emulated or in_full or _UNTIL_TOLERANCE in e.path
+        free |= all(not hasattr(v, "val") and v in widened for v in e.eqn.invars[:2])
         if not free and operands == ("float32", "float32"):
             raise Failure("float32 matmul", f"{e.name} in {e.path[-1] if e.path else 'the program'}", "/".join(e.path))
     risky = _risky(found.jaxpr) - _risky(plain.jaxpr)
