@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
-HALF = {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}
+FLOAT8 = {np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)}
+# What a tensor core multiplies faster than float32.
+HALF = {np.dtype(jnp.float16), np.dtype(jnp.bfloat16), *FLOAT8}
 # Operations that must not run in half, and why. The table omits tanh, logistic and erf, which are bounded activations;
 # integer_pow, which is repeated multiplication; reduce_max and argmax, which are exact; and select_and_scatter_add, the
 # gradient of max-pooling, which adds only a few overlapping windows.
