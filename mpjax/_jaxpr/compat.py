@@ -178,7 +178,8 @@ def is_unspecified(sharding: Any) -> bool:
 def bind_params(primitive: Any, params: dict[str, Any]) -> dict[str, Any]:
     """The parameters of `primitive.bind`, given those of an equation.
 
-    The derivative rules that JAX makes of a jaxpr return its literals. A rule that a user wrote returns arrays.
+    The derivative rules that JAX makes of a jaxpr return its literals, which become arrays. A rule that a user wrote
+    returns arrays, and in the residuals any Python number, on which its backward rule may branch.
     """
     bound: dict[str, Any] = primitive.get_bind_params(params)
     if primitive.name in ("custom_jvp_call", "custom_vjp_call"):
@@ -188,7 +189,10 @@ def bind_params(primitive: Any, params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _returning_arrays(rule: WrappedFun) -> WrappedFun:
-    return lu.wrap_init(lambda *args: jax.tree.map(as_array, rule.call_wrapped(*args)), debug_info=rule.debug_info)
+    def one(x: Any) -> Any:
+        return x if isinstance(x, (bool, int, float, complex)) else as_array(x)
+
+    return lu.wrap_init(lambda *args: jax.tree.map(one, rule.call_wrapped(*args)), debug_info=rule.debug_info)
 
 
 def as_array(x: Any) -> Any:

@@ -244,6 +244,17 @@ def test_a_rule_that_closes_over_a_constant_inside_true_cotangents_under_autocas
     np.testing.assert_array_equal(mpjax.grad(half, state)(PARAMS["b"]), np.ones(4))
 
 
+@pytest.mark.parametrize("wrapper", [mpjax.scale_loss, mpjax.true_cotangents])
+def test_a_backward_rule_may_branch_on_a_number_of_its_residuals(wrapper):
+    double = jax.custom_vjp(lambda x: 2 * x)
+    double.defvjp(
+        lambda x: (2 * x, (True, 2)), lambda rest, cotangent: (rest[1] * cotangent if rest[0] else cotangent,)
+    )
+    state = state_of(1.0)
+    assert jax.jit(jax.grad(wrapper(double, state)))(3.0) == 2
+    assert jax.jit(mpjax.grad(mpjax.true_cotangents(double, state), state, policy="mixed_float16"))(3.0) == 2
+
+
 # Derivatives within the loss and around it: only those that mpjax scales have scaled cotangents. `true` is
 # `true_cotangents`, `grad` is `mpjax.grad`.
 NESTED_RULES = {
