@@ -244,15 +244,18 @@ def test_a_rule_that_closes_over_a_constant_inside_true_cotangents_under_autocas
     np.testing.assert_array_equal(mpjax.grad(half, state)(PARAMS["b"]), np.ones(4))
 
 
-@pytest.mark.parametrize("wrapper", [mpjax.scale_loss, mpjax.true_cotangents])
+@pytest.mark.parametrize("wrapper", [mpjax.true_cotangents, lambda fun, state: fun, mpjax.scale_loss])
 def test_a_backward_rule_may_branch_on_a_number_of_its_residuals(wrapper):
-    double = jax.custom_vjp(lambda x: 2 * x)
-    double.defvjp(
-        lambda x: (2 * x, (True, 2)), lambda rest, cotangent: (rest[1] * cotangent if rest[0] else cotangent,)
-    )
-    state = state_of(1.0)
-    assert jax.jit(jax.grad(wrapper(double, state)))(3.0) == 2
-    assert jax.jit(mpjax.grad(mpjax.true_cotangents(double, state), state, policy="mixed_float16"))(3.0) == 2
+    def backward(residuals, cotangent):
+        w, (double, factor) = residuals
+        return (factor * (cotangent @ w.T) if double else cotangent,)
+
+    product = jax.custom_vjp(lambda x: 2 * x @ jnp.eye(2))
+    product.defvjp(lambda x: (2 * x @ jnp.eye(2), (jnp.eye(2), (True, 2))), backward)
+    state, x = state_of(1.0), jnp.ones((2, 2))
+    loss = lambda x: wrapper(product, state)(x).sum()
+    assert jax.jit(jax.grad(loss))(x).sum() == 8
+    assert jax.jit(mpjax.grad(loss, state, policy="mixed_float16"))(x).sum() == 8
 
 
 # Derivatives within the loss and around it: only those that mpjax scales have scaled cotangents. `true` is
