@@ -4,20 +4,28 @@ For each program of the zoo that has a form written by hand with Flax's `dtype=`
 the operations that XLA is given, on which its compile time depends, and matmuls, convolutions, converts and bytes in
 the optimised HLO. On a CPU XLA adds its own converts around half arithmetic in every form, so only the ratios to the
 hand-written form are meaningful.
+
+`--passes` instead prints the times that XLA's log names, summed over the programs: of each pass, and of the code of the
+kernels. Of `--compilations` compilations of a program it takes the least, so that other processes matter little.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import os
 import pathlib
 import re
 import statistics
+import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 # Before JAX starts (with the imports below): some programs of the zoo run on several devices.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+if "--passes" in sys.argv:
+    os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "hlo_pass_pipeline=1,fusion_compiler=1,ir_compiler=1"}
 
 import jax
 
@@ -64,20 +72,96 @@ def counts(name: str, caster: harness.Caster, dtype: str) -> Row:
     return row
 
 
+_BEGUN = r"\] +HLO pass (\S+)$"
+_ENDED = r"\] (HLO pass|Compiled MLIR module|Compiled LLVM module): (\S+) time: .*?\((\d+) us\)"
+_TIMED = re.compile(f"{_BEGUN}|{_ENDED}", re.MULTILINE)
+_KERNELS = {"Compiled MLIR module": "kernels: MLIR", "Compiled LLVM module": "kernels: LLVM"}
+
+
+def times_of_passes(name: str, caster: harness.Caster, dtype: str, compilations: int) -> Row:
+    """The milliseconds that XLA takes for each pass over the gradient, and for the code of its kernels."""
+    fun, args = harness.gradient_function(name, caster, dtype)
+    rows = []
+    with REGISTRY[name].context():
+        for _ in range(compilations):
+            lowered = jax.jit(lambda *args: fun(*args), compiler_options=harness.COMPILE_FAST).lower(*args)
+            rows.append(_exclusive_times(_log_of(lowered.compile)))
+    return {each: min(row[each] for row in rows) for each in rows[0]}
+
+
+def _log_of(run: Callable[[], Any]) -> str:
+    """What XLA writes to the standard error while a function runs."""
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            run()
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+        file.seek(0)
+        return file.read().decode(errors="replace")
+
+
+def _exclusive_times(log: str) -> collections.Counter[str]:
+    """The milliseconds of each pass without those of the passes inside it, and of the kernels together."""
+    times: collections.Counter[str] = collections.Counter()
+    inside = [0]  # for each pass that has begun, the microseconds of the passes inside it
+    for begun, kind, name, number in _TIMED.findall(log):
+        if begun:
+            inside.append(0)
+        elif kind in _KERNELS:
+            times[_KERNELS[kind]] += int(number) / 1e3
+        else:
+            times[name] += (int(number) - inside.pop()) / 1e3
+            inside[-1] += int(number)
+    return times
+
+
+def passes_table(results: dict[str, dict[str, Row]], longest: int = 6) -> str:
+    """A Markdown table: for each form, the milliseconds of the passes that take longest, over all programs."""
+    forms = list(next(iter(results.values())))
+    times: dict[str, collections.Counter[str]] = {form: collections.Counter() for form in forms}
+    for rows in results.values():
+        for form, row in rows.items():
+            times[form].update(row)
+    every = set().union(*times.values())
+    passes = [name for name, _ in times["mpjax.autocast"].most_common() if name not in _KERNELS.values()]
+    groups = {name: {name} for name in (*_KERNELS.values(), *passes[:longest])}
+    groups["all other passes"] = every.difference(groups)
+    groups["together"] = every
+    lines = [f"| milliseconds, {len(results)} programs | " + " | ".join(forms) + " |", "|---" * (len(forms) + 1) + "|"]
+    for title, names in groups.items():
+        sums = {form: sum(times[form][name] for name in names) for form in forms}
+        cells = [f"{sums[form]:.0f} ({sums[form] / sums['float32']:.2f})" for form in forms]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=list(harness.POLICIES))
     comparable = [name for name, program in REGISTRY.items() if program.has_half and program.differentiable]
     parser.add_argument("--programs", nargs="*", default=comparable, help="default: all with a hand-written form")
+    parser.add_argument("--passes", action="store_true", help="print the time of XLA's passes instead")
+    parser.add_argument("--compilations", type=int, default=3, help="compilations of each program for --passes")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
 
     results: dict[str, dict[str, Row]] = {}
     for name in args.programs:
         try:
-            results[name] = {form: counts(name, caster, args.dtype) for form, caster in casters(name).items()}
+            results[name] = {
+                form: times_of_passes(name, caster, args.dtype, args.compilations)
+                if args.passes
+                else counts(name, caster, args.dtype)
+                for form, caster in casters(name).items()
+            }
         except Exception as error:  # XLA cannot compile one of the forms here, so there is no comparison
             print(f"{name}: skipped, {str(error).splitlines()[0][:120]}")
+    if args.passes:
+        print(passes_table(results))
+        return
     path = save(f"compiled_{args.dtype}", results, args.out)
     table = summary(results)
     path.with_suffix(".md").write_text(table)
