@@ -337,6 +337,18 @@ def _linear_solve(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Rep
     raise Unsupported("custom_linear_solve")
 
 
+def _expanded(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
+    """A primitive that JAX replaces by others when it lowers a program (`custom_root` since JAX 0.12)."""
+    return machine.run_closed(
+        _traced(eqn.primitive, tuple(eqn.params.items()), tuple(v.aval for v in eqn.invars)), args
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _traced(primitive: Any, params: tuple[tuple[str, Any], ...], avals: tuple[Any, ...]) -> Any:
+    return jax.make_jaxpr(lambda *arrays: primitive.to_lojax(*arrays, **dict(params)))(*avals)
+
+
 _HIGHER: dict[str, Callable[[_Machine, Any, list[Replicas]], list[Replicas]]] = {
     **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "custom_vmap_call"), _call),
     **dict.fromkeys(("remat2", "checkpoint", "remat"), _call),
@@ -346,6 +358,7 @@ _HIGHER: dict[str, Callable[[_Machine, Any, list[Replicas]], list[Replicas]]] = 
     "cond": _cond,
     "shard_map": _shard_map,
     "custom_linear_solve": _linear_solve,
+    "call_hi_primitive": _expanded,
 }
 
 

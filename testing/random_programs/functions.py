@@ -280,6 +280,15 @@ def linear_solve(writer: Writer, scope: Scope) -> None:
     writer.assign(scope, V, f"lax.custom_linear_solve({name}, {right}, solve_once, solve_once)")
 
 
+def root(writer: Writer, scope: Scope) -> None:
+    """A root of a function near the identity, differentiated implicitly."""
+    forward, writer.forward = writer.forward, True
+    reverse, writer.reverse = writer.reverse, True
+    name, _ = writer.function(scope, [(writer.name("a"), V)], (V,), returned="({})[0]")
+    writer.forward, writer.reverse = forward, reverse
+    writer.assign(scope, V, f"root_near({writer.variable(scope, V)}, {name})")
+
+
 def region(writer: Writer, scope: Scope) -> None:
     """A function whose dtypes the user fixes, or a nested autocast."""
     decorator = writer.choose(
@@ -327,6 +336,7 @@ HIGHER_ORDER: dict[str, Callable[[Writer, Scope], None]] = {
         while_loop,
         linearize,
         linear_solve,
+        root,
         region,
     )
 }

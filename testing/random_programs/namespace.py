@@ -178,6 +178,15 @@ def solve_once(matvec: Callable[..., Any], b: Any) -> Any:
     return b + b - matvec(b)
 
 
+def root_near(x: Any, fun: Callable[..., Any]) -> Any:
+    """A root of the identity plus a bounded function, minus `x`, from one iteration."""
+
+    def residual(y: Any) -> Any:
+        return y + 0.1 * jnp.tanh(fun(y)) - x
+
+    return lax.custom_root(residual, x, lambda f, y: y - f(y), solve_once)
+
+
 def without_autocast(fun: Callable[..., Any]) -> Callable[..., Any]:
     """A function that autocast leaves alone."""
 
@@ -234,6 +243,7 @@ def namespace(axis_type: jax.sharding.AxisType = jax.sharding.AxisType.Auto) -> 
         "optax": optax,
         "partial": partial,
         "replicated": replicated,
+        "root_near": root_near,
         "scaled_by_vmap_rule": scaled_by_vmap_rule,
         "sharded": sharded,
         "solve_once": solve_once,

@@ -256,6 +256,7 @@ OTHERS = (
     (V, (V, V), "jnp.where(jnp.any({0} > 0), {0}, {1})"),
     (V, (V,), "jnp.fft.irfft(jnp.fft.rfft({0}), 3)"),
     (V, (V,), "lax.cumlogsumexp({0})"),
+    (M, (M,), "jax.scipy.linalg.expm({0} / 4)"),
     (V, (M, V), "jnp.linalg.solve({0} / 4 + 2 * jnp.eye(3), {1})"),
     (S, (V,), "lax.reduce({0}, -jnp.inf, lax.max, (0,))"),
     (R, (R,), "lax.reduce_window({0}, 0.0, lax.add, (1, 2), (1, 1), 'SAME')"),
