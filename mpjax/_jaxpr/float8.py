@@ -189,24 +189,6 @@ def _batch_with_scale(primitive: Any, args: Sequence[Any], dims: Sequence[Any], 
     return primitive.bind(x, scale, **params), 0
 
 
-def _no_derivative(primitive: Any) -> None:
-    """Gives a primitive the derivative zero, in linear programs too."""
-
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-        out = primitive.bind(*primals, **params)
-        if primitive is quantise:
-            weight_gradients.remember_copy(out, primals[0])
-        return out, compat.zero_tangent(out)
-
-    def linearization(nonzeros: Sequence[bool], *primals: Any, **params: Any) -> tuple[Any, bool, Any]:
-        out, zero = jvp(primals, (), **params)
-        return out, False, lambda *tangents: zero
-
-    ad.primitive_jvps[primitive] = jvp
-    compat.set_linearization(primitive, linearization)
-    ad.primitive_transposes[primitive] = lambda ct, *xs, **_: [None] * len(xs)
-
-
 # The derivative. The operands of `float8_tangent` have names: "d0" and "d1" are the tangents of the two operands, and
 # "x", "q" and "s" are what it knows of the other operand. The backward pass quantises a parameter itself, so its "q" is
 # stored only if it is an input of a remat. A gradient in half reads "x" only.
@@ -241,16 +223,8 @@ def _tangent_of(known: dict[str, Any], tangents: dict[int, Any], out: Any, param
     return tangent.bind(*(named[name] for name in names), names=names, **params)
 
 
-def _result_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    out = result.bind(*primals, **params)
-    return out, _tangent_of(_of_result(primals[1:]), {0: tangents[1], 1: tangents[4]}, out, params)
-
-
-def _result_linearization(nonzeros: Sequence[bool], *primals: Any, **params: Any) -> tuple[Any, bool, Any]:
-    def tangent_of(*tangents: Any) -> Any:
-        return _tangent_of(_of_result(primals[1:]), {0: tangents[1], 1: tangents[4]}, primals[0], params)
-
-    return result.bind(*primals, **params), nonzeros[1] or nonzeros[4], tangent_of
+def _tangent_of_result(primals: Sequence[Any], tangents: Sequence[Any], out: Any, params: dict[str, Any]) -> Any:
+    return _tangent_of(_of_result(primals[1:]), {0: tangents[1], 1: tangents[4]}, out, params)
 
 
 def _dims(params: dict[str, Any]) -> dict[str, Any]:
@@ -298,10 +272,9 @@ def _tangent_abstract_eval(*avals: Any, names: tuple[str, ...], **params: Any) -
     return compat.abstract_eval_in(lax.dot_general_p, params["half"], pair, of_dot)
 
 
-def _tangent_jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, names: tuple[str, ...], **params: Any
-) -> tuple[Any, Any]:
-    out = tangent.bind(*primals, names=names, **params)
+def _tangent_of_tangent(primals: Sequence[Any], tangents: Sequence[Any], out: Any, params: dict[str, Any]) -> Any:
+    params = dict(params)
+    names = params.pop("names")
     known, moved = (dict(zip(names, each, strict=True)) for each in (primals, tangents))
     parts = [_tangent_of(known, {i: moved[f"d{i}"] for i in (0, 1) if f"d{i}" in moved}, out, params)]
     for i in (0, 1):  # What the operands contribute, in half.
@@ -311,7 +284,7 @@ def _tangent_jvp(
     parts = [part for part in parts if type(part) is not ad.Zero] or parts[:1]
     for part in parts[1:]:
         parts[0] = ad.add_jaxvals(parts[0], part)
-    return out, parts[0]
+    return parts[0]
 
 
 def _tangent_transpose(ct: Any, *operands: Any, names: tuple[str, ...], **params: Any) -> Sequence[Any]:
@@ -429,26 +402,26 @@ scale_of.def_impl(jax.jit(_scale_impl, static_argnames="dtype"))
 scale_of.def_abstract_eval(_scale_abstract_eval)
 mlir.register_lowering(scale_of, mlir.lower_fun(_scale_impl, multiple_results=False))
 batching.primitive_batchers[scale_of] = _scale_batch
-_no_derivative(scale_of)
+weight_gradients.set_no_derivative(scale_of)
 
 quantise.def_impl(jax.jit(_quantise_impl, static_argnames="dtype"))
 quantise.def_abstract_eval(_quantise_abstract_eval)
 mlir.register_lowering(quantise, mlir.lower_fun(_quantise_impl, multiple_results=False))
 mlir.register_lowering(quantise, _quantise_for_cuda, platform="cuda")
 batching.primitive_batchers[quantise] = functools.partial(_batch_with_scale, quantise)
-_no_derivative(quantise)
+weight_gradients.set_no_derivative(quantise, lambda q, x, scale: weight_gradients.remember_copy(q, x))
 
 rescale.def_impl(jax.jit(_rescale_impl))
 rescale.def_abstract_eval(lambda out, scale: out)
 mlir.register_lowering(rescale, mlir.lower_fun(_rescale_impl, multiple_results=False))
 batching.primitive_batchers[rescale] = functools.partial(_batch_with_scale, rescale)
-_no_derivative(rescale)
+weight_gradients.set_no_derivative(rescale)
 
-weight_gradients.register_identity(result, _result_jvp, _result_linearization, _result_transpose, _result_batch)
+weight_gradients.set_identity(result, _result_batch)
+weight_gradients.set_derivative(result, _tangent_of_result, (1, 4), _result_transpose)
 
 tangent.def_impl(_tangent_impl)
 tangent.def_abstract_eval(_tangent_abstract_eval)
 mlir.register_lowering(tangent, mlir.lower_fun(_tangent_impl, multiple_results=False))
-ad.primitive_jvps[tangent] = _tangent_jvp
-ad.primitive_transposes[tangent] = _tangent_transpose
+weight_gradients.set_derivative(tangent, _tangent_of_tangent, None, _tangent_transpose)
 batching.primitive_batchers[tangent] = _tangent_batch

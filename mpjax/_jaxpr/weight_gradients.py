@@ -148,39 +148,14 @@ def _nothing() -> None:
     return None
 
 
-def _detached_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    if len(primals) == 2:
-        remember_copy(*primals)
-    return detached.bind(*primals), compat.zero_tangent(primals[0])
-
-
-def _detached_linearization(nonzeros: Sequence[bool], *primals: Any) -> tuple[Any, bool, Any]:
-    out, zero = _detached_jvp(primals, ())
-    return out, False, lambda *tangents: zero
-
-
 def _half_copy(x: Any, half: np.dtype) -> Any:
     """An operand in half: the copy from the forward pass in the same trace if there is one, else a cast."""
     low = None if x.dtype == half else copy_of(x, half)
     return _cast(x, half) if low is None else low
 
 
-def _result_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    return result.bind(*primals, **params), _tangent_of(primals[1:], tangents[1:], primals[0], params)
-
-
-def _result_linearization(nonzeros: Sequence[bool], *primals: Any, **params: Any) -> tuple[Any, bool, Any]:
-    out, *operands = primals
-
-    def tangent_of(*tangents: Any) -> Any:
-        return _tangent_of(operands, tangents[1:], out, params)
-
-    return result.bind(*primals, **params), any(nonzeros[1:3]), tangent_of
-
-
-def _tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    out = tangent.bind(*primals, **params)
-    return out, _tangent_of(primals, tangents, out, params)
+def _tangent_of_result(primals: Sequence[Any], tangents: Sequence[Any], out: Any, params: dict[str, Any]) -> Any:
+    return _tangent_of(primals[1:], tangents[1:], out, params)
 
 
 def _tangent_of(operands: Sequence[Any], tangents: Sequence[Any], out: Any, params: dict[str, Any]) -> Any:
@@ -321,13 +296,8 @@ def _result_transpose(ct: Any, out: Any, *operands: Any, matmul: Any, **params: 
     return [nothing, *_tangent_transpose(ct, *operands, matmul=matmul, **params)]
 
 
-def _aligned_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    (_, like), (dx, _) = primals, tangents
-    return aligned.bind(*primals), dx if type(dx) is ad.Zero else aligned.bind(dx, like)
-
-
-def _aligned_linearization(nonzeros: Sequence[bool], *primals: Any) -> tuple[Any, bool, Any]:
-    return aligned.bind(*primals), nonzeros[0], lambda *tangents: _aligned_jvp(primals, tangents)[1]
+def _tangent_of_aligned(primals: Sequence[Any], tangents: Sequence[Any], out: Any, params: dict[str, Any]) -> Any:
+    return tangents[0] if type(tangents[0]) is ad.Zero else aligned.bind(tangents[0], primals[1])
 
 
 def _aligned_batch(args: Sequence[Any], dims: Sequence[Any]) -> Any:
@@ -337,15 +307,8 @@ def _aligned_batch(args: Sequence[Any], dims: Sequence[Any]) -> Any:
     return aligned.bind(x if dim is None else jnp.moveaxis(x, dim, 0), like), 0
 
 
-def _straight_through_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    copy = primals[0]
-    if type(tangents[1]) is ad.Zero:
-        return straight_through.bind(*primals), compat.zero_tangent(copy)
-    return straight_through.bind(*primals), _cast(tangents[1], copy.dtype)
-
-
-def _straight_through_linearization(nonzeros: Sequence[bool], *primals: Any) -> tuple[Any, bool, Any]:
-    return straight_through.bind(*primals), nonzeros[1], lambda *tangents: _straight_through_jvp(primals, tangents)[1]
+def _tangent_of_master(primals: Sequence[Any], tangents: Sequence[Any], out: Any, params: dict[str, Any]) -> Any:
+    return compat.zero_tangent(out) if type(tangents[1]) is ad.Zero else _cast(tangents[1], out.dtype)
 
 
 def _straight_through_transpose(ct: Any, copy: Any, master: Any) -> Sequence[Any]:
@@ -439,45 +402,76 @@ def _unfold(x: Any, dim: int, size: int) -> Any:
     return x.reshape(*x.shape[:dim], size, -1, *x.shape[dim + 1 :])
 
 
-def register_identity(primitive: Any, jvp: Any, linearization: Any, transpose: Any, batch: Any) -> None:
-    """Makes a primitive the identity on its first operand, with a derivative of its own."""
-    primitive.def_impl(lambda x, *_, **__: x)
-    primitive.def_abstract_eval(lambda x, *_, **__: x)
-    mlir.register_lowering(primitive, lambda ctx, x, *_, **__: [x])
+def set_derivative(
+    primitive: Any, tangent_of: Callable[..., Any], which: Sequence[int] | None, transpose: Callable[..., Any]
+) -> None:
+    """Gives a primitive a derivative of its own.
+
+    Args:
+        primitive: A primitive with one result.
+        tangent_of: `(operands, tangents, result, params) → tangent`.
+        which: The indices of the operands on whose tangents this depends; None for all.
+        transpose: Its transpose rule.
+    """
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+        out = primitive.bind(*primals, **params)
+        return out, tangent_of(primals, tangents, out, params)
+
+    def linearization(nonzeros: Sequence[bool], *primals: Any, **params: Any) -> tuple[Any, bool, Any]:
+        out = primitive.bind(*primals, **params)
+        has_tangent = any(nonzeros if which is None else (nonzeros[i] for i in which))
+        return out, has_tangent, lambda *tangents: tangent_of(primals, tangents, out, params)
+
     ad.primitive_jvps[primitive] = jvp
     compat.set_linearization(primitive, linearization)
     ad.primitive_transposes[primitive] = transpose
+
+
+def set_no_derivative(primitive: Any, note: Callable[..., None] = lambda out, *operands: None) -> None:
+    """Gives a primitive the derivative zero, in linear programs too; `note` is called where it is differentiated."""
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+        out = primitive.bind(*primals, **params)
+        note(out, *primals)
+        return out, compat.zero_tangent(out)
+
+    def linearization(nonzeros: Sequence[bool], *primals: Any, **params: Any) -> tuple[Any, bool, Any]:
+        out, zero = jvp(primals, (), **params)
+        return out, False, lambda *tangents: zero
+
+    ad.primitive_jvps[primitive] = jvp
+    compat.set_linearization(primitive, linearization)
+    ad.primitive_transposes[primitive] = lambda ct, *xs, **_: [None] * len(xs)
+
+
+def set_identity(primitive: Any, batch: Callable[..., Any]) -> None:
+    """Makes a primitive the identity on its first operand."""
+    primitive.def_impl(lambda x, *_, **__: x)
+    primitive.def_abstract_eval(lambda x, *_, **__: x)
+    mlir.register_lowering(primitive, lambda ctx, x, *_, **__: [x])
     batching.primitive_batchers[primitive] = batch
 
 
 # The first operand is the half copy of a parameter, the second one that parameter. Unlike `lax.stop_gradient`, it has
 # no gradient in a linear program either.
-register_identity(
-    detached,
-    _detached_jvp,
-    _detached_linearization,
-    lambda ct, *xs: [None] * len(xs),
-    lambda args, dims: (detached.bind(*args), dims[0]),
-)
+set_identity(detached, lambda args, dims: (detached.bind(*args), dims[0]))
+set_no_derivative(detached, lambda out, low, *full: remember_copy(low, *full) if full else None)
 
 # The first operand is a half copy, the second one the float32 value that receives its derivative. A loop can then read
 # a cast made once before it, while the gradients of all iterations are summed in float32.
-register_identity(
-    straight_through,
-    _straight_through_jvp,
-    _straight_through_linearization,
-    _straight_through_transpose,
-    _straight_through_batch,
-)
+set_identity(straight_through, _straight_through_batch)
+set_derivative(straight_through, _tangent_of_master, (1,), _straight_through_transpose)
 
 # The first operand is mapped by `vmap` if the second one is, over its leading dimension.
-register_identity(aligned, _aligned_jvp, _aligned_linearization, lambda ct, x, like: [ct, None], _aligned_batch)
+set_identity(aligned, _aligned_batch)
+set_derivative(aligned, _tangent_of_aligned, (0,), lambda ct, x, like: [ct, None])
 
-register_identity(result, _result_jvp, _result_linearization, _result_transpose, _result_batch)
+set_identity(result, _result_batch)
+set_derivative(result, _tangent_of_result, (1, 2), _result_transpose)
 
 tangent.def_impl(_apply)
 tangent.def_abstract_eval(_tangent_abstract_eval)
 mlir.register_lowering(tangent, mlir.lower_fun(_apply, multiple_results=False))
-ad.primitive_jvps[tangent] = _tangent_jvp
-ad.primitive_transposes[tangent] = _tangent_transpose
+set_derivative(tangent, _tangent_of, (0, 1), _tangent_transpose)
 batching.primitive_batchers[tangent] = _tangent_batch
