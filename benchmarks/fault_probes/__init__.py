@@ -5,8 +5,7 @@ from .fault import Fault as Fault
 from .fault import Probe as Probe
 from .loops import FAULTS as _LOOPS
 from .modules import FAULTS as _MODULES
-from .nnx_modules import FAULTS as _NNX_MODULES
 from .policies import FAULTS as _POLICIES
 from .scaling import FAULTS as _SCALING
 
-FAULTS = [*_SCALING, *_LOOPS, *_CASTING, *_POLICIES, *_MODULES, *_NNX_MODULES]
+FAULTS = [*_SCALING, *_LOOPS, *_CASTING, *_POLICIES, *_MODULES]
