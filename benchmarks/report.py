@@ -31,7 +31,6 @@ TITLES = {
     "foreign_float16_cpu": "JAX's and Flax's own tests under autocast",
     "compiled_bfloat16_cpu": "The compiled program",
     "communication_float16_cpu": "What a sharded training step sends between devices",
-    "residual_stream_cpu": "The residual stream in half or in float32",
     "lean_state_cpu": "Lean optimizer state: bytes, time and final losses",
     "launcher_cpu": "The launcher",
     "launcher_foreign_cpu": "Scripts of other authors under the launcher",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -18,32 +17,25 @@ STEPS, TRAIN = 150, 400
 class Separable(nn.Module):
     features: int
     strides: int
-    activation: Callable[[jax.Array], jax.Array]
-    depthwise: bool
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         norm = functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
         channels = x.shape[-1]
-        groups = channels if self.depthwise else 1
-        x = nn.Conv(channels, (3, 3), self.strides, feature_group_count=groups, use_bias=False)(x)
-        x = self.activation(norm()(x))
-        return self.activation(norm()(nn.Conv(self.features, (1, 1), use_bias=False)(x)))
+        x = nn.Conv(channels, (3, 3), self.strides, feature_group_count=channels, use_bias=False)(x)
+        x = nn.relu6(norm()(x))
+        return nn.relu6(norm()(nn.Conv(self.features, (1, 1), use_bias=False)(x)))
 
 
 class MobileNet(nn.Module):
-    """The fields are those of the paper by default; others are for `benchmarks.parity.gates` and its test."""
-
-    activation: Callable[[jax.Array], jax.Array] = nn.relu6
-    depthwise: bool = True
     stages: tuple[tuple[int, int], ...] = ((24, 1), (32, 2), (48, 2))  # features and strides of each block
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         x = nn.Conv(16, (3, 3), use_bias=False)(x)
-        x = self.activation(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+        x = nn.relu6(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
         for features, strides in self.stages:
-            x = Separable(features, strides, self.activation, self.depthwise)(x, train)
+            x = Separable(features, strides)(x, train)
         return nn.Dense(10)(jnp.mean(x, (1, 2)))
 
 
