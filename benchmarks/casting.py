@@ -10,7 +10,7 @@ depend on the tool. A run merges its results into the file program by program, s
     python -m benchmarks.casting --regions --programs linen_transformer --compilations 5
 
 `benchmarks/sinkhorn_program.py` adds a program of nested jits and derivative rules to the zoo. Flax's DynamicScale
-casts nothing, so it has no row. Keras 3 accepts only its own models, so it has one program.
+casts nothing, and Keras 3 accepts only its own models, so they have no row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import jax
 import jmp
 
 import mpjax
-from benchmarks import RESULTS, keras_program, sinkhorn_program
+from benchmarks import RESULTS, sinkhorn_program
 from perf.results import previous, save
 from perf.timing import interleaved, ratios
 from testing.measures import trace_time_ratio
@@ -41,7 +41,6 @@ from testing.zoo import REGISTRY, Program, harness
 Row = dict[str, Any]
 WITHOUT_REGIONS = mpjax.Rules(residuals="full")
 
-keras_program.register()
 sinkhorn_program.register()
 
 
@@ -72,8 +71,6 @@ def casters(program: Program, regions: bool = False) -> dict[str, harness.Caster
         tools["mpjax.with_policy"] = lambda fun, policy: program.adapted(
             functools.partial(mpjax.with_policy, policy=policy)
         )
-    if program.name == keras_program.NAME:
-        tools["Keras 3"] = keras_program.under_keras_policy
     if program.has_half:
         tools["hand-written"] = lambda fun, policy: program.handwritten(harness.half_of(policy))
     return tools

@@ -17,7 +17,7 @@ from benchmarks.training.tables import memory, speedup
 
 Results = dict[str, Any]
 # The libraries that a row compares mpjax with, if they have a result.
-PEERS = ("hand-written", "Flax", "Flax DynamicScale", "jmp", "mixed-precision-for-JAX", "Keras 3")
+PEERS = ("hand-written", "Flax", "Flax DynamicScale", "jmp", "mixed-precision-for-JAX")
 MODELS = ("resnet50", "bert_base_128", "gpt2_medium")
 
 
