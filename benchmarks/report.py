@@ -46,7 +46,7 @@ TITLES = {
     "parity_float8_cpu": "Parity: float8 against float32",
     "training_cpu_toy": "Training steps at toy size on a CPU",
 }
-PLOTTED = ("tf32", "flax_float16", "autocast_float16", "with_policy_float16", "torch_compiled_amp_float16")
+PLOTTED = ("tf32", "flax_float16", "autocast_float16", "with_policy_float16")
 
 
 def staleness(content: Content) -> str:

@@ -25,7 +25,7 @@ from benchmarks.gpu import INCOMPLETE
 from benchmarks.models import WORKLOADS
 from perf.environment import versions
 
-from .cells import TORCH, Cell, Results
+from .cells import Cell, Results
 from .configurations import CONFIGURATIONS, PLANNED
 from .dry_run import dry_run, is_known
 from .flops import flops_per_example
@@ -51,8 +51,6 @@ def selected_cells(args: argparse.Namespace) -> list[Cell]:
     if args.toy and not args.only:
         models = distinct_toys(models)
     names: list[str] = args.cells or list(QUICK if args.quick else CONFIGURATIONS)
-    if not args.cells and not args.quick and not args.no_torch:
-        names += TORCH
     cells = [cell for cell in (Cell.parse(model, name) for model in models for name in names) if cell.applies(True)]
     if args.variants or (not args.quick and not args.cells):
         varied = [f"{name}+{variant}" for variant in VARIANTS for name in VARIED]
@@ -78,22 +76,21 @@ def distinct_toys(models: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(model for model in models if model in firsts.values())
 
 
-def environment_of(cells: list[Cell], toy: bool) -> dict[str, str]:
-    """A worker's environment: JAX on the device (on the host for Torch's batches), a cache of compiled programs."""
+def environment_of(toy: bool) -> dict[str, str]:
+    """A worker's environment, with a cache of compiled programs."""
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_COMPILATION_CACHE_DIR": str(CACHE)}
     if toy:
         # Compiles in a third of the time. A toy's speed means nothing. Its compilation is measured, so it has no cache.
         del env["JAX_COMPILATION_CACHE_DIR"]
-        env = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "OMP_NUM_THREADS": "1", **env}
-    return {**env, "JAX_PLATFORMS": "cpu"} if toy or any(cell.torch for cell in cells) else env
+        fast = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "OMP_NUM_THREADS": "1"}
+        env = {**fast, **env, "JAX_PLATFORMS": "cpu"}
+    return env
 
 
 def run_worker(model: str, cells: list[Cell], args: argparse.Namespace, *options: str) -> Iterator[tuple[str, Any]]:
     """Runs a worker and yields its rows as they arrive. A cell without a row gets the last line of its error output."""
-    torch = any(cell.torch for cell in cells)
-    python = args.torch_python if torch else sys.executable
-    module = "benchmarks.training.torch_worker" if torch else "benchmarks.training.worker"
-    command = [python, "-m", module, model, *(cell.name for cell in cells), *options, *["--toy"] * args.toy]
+    worker = [sys.executable, "-m", "benchmarks.training.worker", model]
+    command = [*worker, *(cell.name for cell in cells), *options, *["--toy"] * args.toy]
     missing = [cell.name for cell in cells] or [model]
     lines: list[str] = []
     with subprocess.Popen(
@@ -101,7 +98,7 @@ def run_worker(model: str, cells: list[Cell], args: argparse.Namespace, *options
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment_of(cells, args.toy),
+        env=environment_of(args.toy),
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -116,11 +113,9 @@ def run_worker(model: str, cells: list[Cell], args: argparse.Namespace, *options
         yield name, {"error": reason or f"exit status {process.returncode}"}
 
 
-def is_done(row: dict[str, Any], cell: Cell) -> bool:
+def is_done(row: dict[str, Any]) -> bool:
     """Whether a cell was measured with these versions."""
-    if "error" in row or "milliseconds" not in row:
-        return False
-    return cell.torch or row["versions"] == versions()
+    return "error" not in row and "milliseconds" in row and row["versions"] == versions()
 
 
 def open_results(args: argparse.Namespace) -> Results:
@@ -144,7 +139,7 @@ def open_results(args: argparse.Namespace) -> Results:
 
 def measure_all(cells: list[Cell], results: Results, args: argparse.Namespace) -> bool:
     """Measures the missing cells until the time limit; returns whether all are measured."""
-    todo = [cell for cell in cells if args.again or not is_done(results.row(cell), cell)]
+    todo = [cell for cell in cells if args.again or not is_done(results.row(cell))]
     longest, start = 0.0, time.monotonic()
     for group in groups(todo, together=args.toy):
         if args.time_limit and time.monotonic() - args.started + longest > args.time_limit:
@@ -157,9 +152,7 @@ def measure_all(cells: list[Cell], results: Results, args: argparse.Namespace) -
         flops = results.content.setdefault("flops_per_example", {})
         if model not in flops:
             flops[model] = flops_per_example(Cell(model, "float32").workload(args.toy))
-        options = ["--seconds", str(args.seconds)]
-        if not group[0].torch:
-            options += ["--profile"] * (not args.toy)
+        options = ["--seconds", str(args.seconds), *["--profile"] * (not args.toy)]
         start = time.monotonic()
         for name, row in run_worker(model, group, args, *options):
             results.add(Cell.parse(model, name), row)
@@ -170,12 +163,12 @@ def measure_all(cells: list[Cell], results: Results, args: argparse.Namespace) -
 
 
 def groups(cells: list[Cell], together: bool) -> list[list[Cell]]:
-    """The cells of each process: one, or all of a model and framework if memory is not measured."""
+    """The cells of each process: one, or all of a model if memory is not measured."""
     if not together:
         return [[cell] for cell in cells]
-    by_model: dict[tuple[str, bool], list[Cell]] = {}
+    by_model: dict[str, list[Cell]] = {}
     for cell in cells:
-        by_model.setdefault((cell.model, cell.torch), []).append(cell)
+        by_model.setdefault(cell.model, []).append(cell)
     return list(by_model.values())
 
 
@@ -195,8 +188,7 @@ def dry_run_cells(cells: list[Cell], args: argparse.Namespace) -> None:
         **target.versions(),
     }
 
-    jax_cells = [cell for cell in cells if not cell.torch]
-    for cell in [cell for cell in jax_cells if args.again or not is_known(results.row(cell), target, device)]:
+    for cell in [cell for cell in cells if args.again or not is_known(results.row(cell), target, device)]:
         if args.time_limit and time.monotonic() - args.started > args.time_limit:
             print(f"time limit reached before {cell.model} {cell.name}", file=sys.stderr)
             break
@@ -218,12 +210,10 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--quick", action="store_true", help=f"{', '.join(QUICK_MODELS)}: {', '.join(QUICK)}")
-    add("--full", action="store_true", help="all models, configurations, PyTorch and variants; the default")
+    add("--full", action="store_true", help="all models, configurations and variants; the default")
     add("--only", nargs="+", metavar="MODEL", choices=list(WORKLOADS), help="run only these models")
     add("--cells", nargs="+", metavar="CELL", help="run only these: CONFIGURATION or CONFIGURATION+VARIANT")
     add("--variants", action="store_true", help=f"also run the variants: {', '.join(VARIANTS)}")
-    add("--no-torch", action="store_true", help="omit PyTorch")
-    add("--torch-python", default=sys.executable, help="a Python that has PyTorch, and JAX for the batches")
     add("--toy", action="store_true", help="tiny models on a CPU; their times mean nothing")
     add("--dry-run", action="store_true", help="compile at full size for --target, without the device")
     add("--target", default="h200", choices=list(TARGETS), help="the device of --dry-run (default: h200)")

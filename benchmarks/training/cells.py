@@ -12,15 +12,6 @@ from benchmarks.models import WORKLOADS, Workload
 from .configurations import CONFIGURATIONS, PLANNED, Configuration
 from .variants import VARIANTS, Variant
 
-TORCH = (
-    "torch_float32",
-    "torch_tf32",
-    "torch_amp_float16",
-    "torch_amp_bfloat16",
-    "torch_compiled_amp_float16",
-    "torch_compiled_amp_bfloat16",
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
@@ -35,23 +26,17 @@ class Cell:
         configuration, _, variant = name.partition("+")
         for kind, value, known in (
             ("model", model, tuple(WORKLOADS)),
-            ("configuration", configuration, (*CONFIGURATIONS, *PLANNED, *TORCH)),
+            ("configuration", configuration, (*CONFIGURATIONS, *PLANNED)),
             ("variant", variant, ("", *VARIANTS)),
         ):
             if value not in known:
                 raise ValueError(f"unknown {kind} {value!r}; choose from {', '.join(filter(None, known))}")
-        if variant and configuration in TORCH:
-            raise ValueError(f"{name!r}: variants are JAX's; {configuration!r} has none")
         return cls(model, configuration, variant)
 
     @property
     def name(self) -> str:
         """The cell's name among those of its model."""
         return f"{self.configuration}+{self.variant}" if self.variant else self.configuration
-
-    @property
-    def torch(self) -> bool:
-        return self.configuration in TORCH
 
     def settings(self) -> Configuration:
         return (CONFIGURATIONS | PLANNED)[self.configuration]
@@ -63,12 +48,10 @@ class Cell:
         """The model at the sizes of the cell."""
         workload = WORKLOADS[self.model]
         workload = workload.toy() if toy else workload.shallow() if shallow else workload
-        return workload if self.torch else self.options().change(workload, self.settings())
+        return self.options().change(workload, self.settings())
 
     def applies(self, flags: bool) -> bool:
         """Whether the cell exists; without `flags`, cells that differ only in compiler options are excluded."""
-        if self.torch:
-            return WORKLOADS[self.model].in_torch
         options = self.options()
         return options.applies(WORKLOADS[self.model], self.settings()) and (flags or not options.compiler_options)
 
