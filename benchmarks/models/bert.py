@@ -64,7 +64,8 @@ class Bert(Workload):
     remat: bool = False
     loop: bool = False
     fused: Any = None
-    examples = "sequences"
+    model = BertForPreTraining
+    arguments = ("tokens", "segments", "lengths", "positions")
     toy_sizes: ClassVar[dict[str, Any]] = {
         "batch_size": 2,
         "length": 16,
@@ -75,12 +76,6 @@ class Bert(Workload):
         "vocabulary": 64,
     }
     shallow_sizes: ClassVar[dict[str, Any]] = {"layers": 1, "vocabulary": 2560}
-    reported_speedup = 3.3
-
-    def module(self, dtype: Any = None) -> BertForPreTraining:
-        return BertForPreTraining(
-            self.vocabulary, self.features, self.layers, self.heads, self.remat, self.loop, self.fused, dtype
-        )
 
     def batch(self, key: jax.Array) -> Batch:
         keys = jax.random.split(key, 5)
@@ -95,9 +90,6 @@ class Bert(Workload):
             "masked_tokens": jax.random.randint(keys[3], masked, 0, self.vocabulary),
             "is_next": jax.random.randint(keys[4], tokens[:1], 0, 2),
         }
-
-    def inputs(self, batch: Batch) -> tuple[jax.Array, ...]:
-        return batch["tokens"], batch["segments"], batch["lengths"], batch["positions"]
 
     def loss(self, outputs: Any, batch: Batch) -> jax.Array:
         tokens, is_next = outputs

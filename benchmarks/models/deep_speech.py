@@ -54,7 +54,8 @@ class Speech(Workload):
     layers: int = 5
     channels: int = 32
     unroll: int = 1
-    examples = "utterances"
+    model = DeepSpeech2
+    arguments = ("spectrograms",)
     toy_sizes: ClassVar[dict[str, Any]] = {
         "batch_size": 2,
         "frames": 32,
@@ -65,10 +66,6 @@ class Speech(Workload):
         "channels": 4,
     }
     shallow_sizes: ClassVar[dict[str, Any]] = {"batch_size": 16, "frames": 200, "layers": 1}
-    reported_speedup = 3.0
-
-    def module(self, dtype: Any = None) -> DeepSpeech2:
-        return DeepSpeech2(self.characters, self.features, self.layers, self.channels, self.unroll, dtype)
 
     def batch(self, key: jax.Array) -> Batch:
         keys = jax.random.split(key, 3)
@@ -80,9 +77,6 @@ class Speech(Workload):
                 keys[2], (self.batch_size,), self.label_length // 2, self.label_length + 1
             ),
         }
-
-    def inputs(self, batch: Batch) -> tuple[jax.Array, ...]:
-        return (batch["spectrograms"],)
 
     def loss(self, outputs: Any, batch: Batch) -> jax.Array:
         logits = outputs.astype(jnp.float32)

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 
 from .transformer import Encoder
-from .workload import Batch, Workload, cross_entropy, register
+from .workload import TextWorkload, register
 
 
 class LanguageModel(nn.Module):
@@ -43,7 +43,7 @@ class LanguageModel(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gpt(Workload):
+class Gpt(TextWorkload):
     """The vocabulary of 50257 is padded to a multiple of 64."""
 
     length: int = 1024
@@ -54,7 +54,7 @@ class Gpt(Workload):
     remat: bool = False
     loop: bool = False
     fused: Any = None
-    examples = "sequences"
+    model = LanguageModel
     toy_sizes: ClassVar[dict[str, Any]] = {
         "batch_size": 2,
         "length": 16,
@@ -64,22 +64,6 @@ class Gpt(Workload):
         "vocabulary": 64,
     }
     shallow_sizes: ClassVar[dict[str, Any]] = {"layers": 2, "vocabulary": 4096}
-    reported_speedup = 2.9
-
-    def module(self, dtype: Any = None) -> LanguageModel:
-        return LanguageModel(
-            self.vocabulary, self.features, self.layers, self.heads, self.remat, self.loop, self.fused, dtype
-        )
-
-    def batch(self, key: jax.Array) -> Batch:
-        text = jax.random.randint(key, (self.batch_size, self.length + 1), 0, self.vocabulary)
-        return {"tokens": text[:, :-1], "labels": text[:, 1:]}
-
-    def inputs(self, batch: Batch) -> tuple[jax.Array, ...]:
-        return (batch["tokens"],)
-
-    def loss(self, outputs: Any, batch: Batch) -> jax.Array:
-        return cross_entropy(outputs, batch["labels"])
 
 
 register("gpt2_medium", Gpt(batch_size=8))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 
-from .workload import Batch, Workload, cross_entropy, register
+from .workload import TextWorkload, register
 
 
 class LstmLanguageModel(nn.Module):
@@ -30,7 +30,7 @@ class LstmLanguageModel(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lstm(Workload):
+class Lstm(TextWorkload):
     """One iteration of the compiled loop runs `unroll` steps of the recurrence."""
 
     length: int = 64
@@ -38,7 +38,7 @@ class Lstm(Workload):
     layers: int = 4
     vocabulary: int = 32768
     unroll: int = 1
-    examples = "sequences"
+    model = LstmLanguageModel
     toy_sizes: ClassVar[dict[str, Any]] = {
         "batch_size": 2,
         "length": 8,
@@ -47,20 +47,6 @@ class Lstm(Workload):
         "vocabulary": 64,
     }
     shallow_sizes: ClassVar[dict[str, Any]] = {"length": 16, "layers": 1, "vocabulary": 8192}
-    reported_speedup = 2.5
-
-    def module(self, dtype: Any = None) -> LstmLanguageModel:
-        return LstmLanguageModel(self.vocabulary, self.features, self.layers, self.unroll, dtype)
-
-    def batch(self, key: jax.Array) -> Batch:
-        text = jax.random.randint(key, (self.batch_size, self.length + 1), 0, self.vocabulary)
-        return {"tokens": text[:, :-1], "labels": text[:, 1:]}
-
-    def inputs(self, batch: Batch) -> tuple[jax.Array, ...]:
-        return (batch["tokens"],)
-
-    def loss(self, outputs: Any, batch: Batch) -> jax.Array:
-        return cross_entropy(outputs, batch["labels"])
 
 
 register("lstm_lm", Lstm(batch_size=256))

@@ -44,7 +44,8 @@ class Ncf(Workload):
     items: int = 26_744
     factors: int = 64
     widths: tuple[int, ...] = (256, 256, 128, 64)
-    examples = "ratings"
+    model = NeuMF
+    arguments = ("users", "items")
     shallow_sizes: ClassVar[dict[str, Any]] = {}
     toy_sizes: ClassVar[dict[str, Any]] = {
         "batch_size": 64,
@@ -54,9 +55,6 @@ class Ncf(Workload):
         "widths": (16, 8),
     }
 
-    def module(self, dtype: Any = None) -> NeuMF:
-        return NeuMF(self.users, self.items, self.factors, self.widths, dtype)
-
     def batch(self, key: jax.Array) -> Batch:
         keys = jax.random.split(key, 3)
         shape = (self.batch_size,)
@@ -65,9 +63,6 @@ class Ncf(Workload):
             "items": jax.random.randint(keys[1], shape, 0, self.items),
             "likes": jax.random.bernoulli(keys[2], 0.2, shape).astype(jnp.float32),
         }
-
-    def inputs(self, batch: Batch) -> tuple[jax.Array, ...]:
-        return batch["users"], batch["items"]
 
     def loss(self, outputs: Any, batch: Batch) -> jax.Array:
         return optax.sigmoid_binary_cross_entropy(outputs.astype(jnp.float32), batch["likes"]).mean()

@@ -10,7 +10,7 @@ import optax
 
 from examples.imagenet.networks import Bottleneck, ResNet
 
-from .workload import Batch, Workload, cross_entropy, register
+from .workload import Batch, Workload, register
 
 
 class TrainedResNet(ResNet):
@@ -26,7 +26,7 @@ class ResNet50(Workload):
     classes: int = 1000
     stages: tuple[int, ...] = (3, 4, 6, 3)
     width: int = 64
-    examples = "images"
+    arguments = ("images",)
     toy_sizes: ClassVar[dict[str, Any]] = {
         "batch_size": 2,
         "side": 32,
@@ -35,7 +35,6 @@ class ResNet50(Workload):
         "width": 8,
     }
     shallow_sizes: ClassVar[dict[str, Any]] = {"batch_size": 64, "stages": (1,)}
-    reported_speedup = 3.3
 
     def module(self, dtype: Any = None) -> ResNet:
         return TrainedResNet(self.stages, Bottleneck, self.classes, self.width, dtype)
@@ -46,12 +45,6 @@ class ResNet50(Workload):
             "images": jax.random.normal(images, (self.batch_size, self.side, self.side, 3)),
             "labels": jax.random.randint(labels, (self.batch_size,), 0, self.classes),
         }
-
-    def inputs(self, batch: Batch) -> tuple[jax.Array, ...]:
-        return (batch["images"],)
-
-    def loss(self, outputs: Any, batch: Batch) -> jax.Array:
-        return cross_entropy(outputs, batch["labels"])
 
     def optimizer(self) -> optax.GradientTransformation:
         return optax.sgd(0.1, momentum=0.9)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .workload import Batch, Workload, cross_entropy, register
+from .workload import Batch, Workload, register
 
 BUCKETS, FARTHEST = 32, 128
 
@@ -128,7 +128,8 @@ class T5(Workload):
     heads: int = 12
     vocabulary: int = 32128
     fused: Any = None
-    examples = "sequences"
+    model = EncoderDecoder
+    arguments = ("tokens", "target")
     toy_sizes: ClassVar[dict[str, Any]] = {
         "batch_size": 2,
         "length": 16,
@@ -139,23 +140,13 @@ class T5(Workload):
         "heads": 2,
         "vocabulary": 64,
     }
-    in_torch = False
     shallow_sizes: ClassVar[dict[str, Any]] = {"layers": 2}
-
-    def module(self, dtype: Any = None) -> EncoderDecoder:
-        return EncoderDecoder(self.vocabulary, self.features, self.hidden, self.layers, self.heads, self.fused, dtype)
 
     def batch(self, key: jax.Array) -> Batch:
         keys = jax.random.split(key)
         text = jax.random.randint(keys[1], (self.batch_size, self.target + 1), 0, self.vocabulary)
         tokens = jax.random.randint(keys[0], (self.batch_size, self.length), 0, self.vocabulary)
         return {"tokens": tokens, "target": text[:, :-1], "labels": text[:, 1:]}
-
-    def inputs(self, batch: Batch) -> tuple[jax.Array, ...]:
-        return batch["tokens"], batch["target"]
-
-    def loss(self, outputs: Any, batch: Batch) -> jax.Array:
-        return cross_entropy(outputs, batch["labels"])
 
 
 register("t5_base", T5(batch_size=32))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .transformer import Block, stack
-from .workload import Batch, Workload, cross_entropy, register
+from .workload import Batch, Workload, register
 
 
 class VisionTransformer(nn.Module):
@@ -51,7 +51,8 @@ class Vit(Workload):
     remat: bool = False
     loop: bool = False
     fused: Any = None
-    examples = "images"
+    model = VisionTransformer
+    arguments = ("images",)
     toy_sizes: ClassVar[dict[str, Any]] = {
         "batch_size": 2,
         "side": 32,
@@ -60,13 +61,7 @@ class Vit(Workload):
         "layers": 2,
         "heads": 2,
     }
-    in_torch = False
     shallow_sizes: ClassVar[dict[str, Any]] = {"batch_size": 32, "layers": 1}
-
-    def module(self, dtype: Any = None) -> VisionTransformer:
-        return VisionTransformer(
-            self.classes, self.patch, self.features, self.layers, self.heads, self.remat, self.loop, self.fused, dtype
-        )
 
     def batch(self, key: jax.Array) -> Batch:
         images, labels = jax.random.split(key)
@@ -74,12 +69,6 @@ class Vit(Workload):
             "images": jax.random.normal(images, (self.batch_size, self.side, self.side, 3)),
             "labels": jax.random.randint(labels, (self.batch_size,), 0, self.classes),
         }
-
-    def inputs(self, batch: Batch) -> tuple[jax.Array, ...]:
-        return (batch["images"],)
-
-    def loss(self, outputs: Any, batch: Batch) -> jax.Array:
-        return cross_entropy(outputs, batch["labels"])
 
 
 register("vit_b16", Vit(batch_size=128))

@@ -19,32 +19,36 @@ WORKLOADS: dict[str, Workload] = {}
 class Workload(abc.ABC):
     """A model at its published sizes, which are the fields of a subclass.
 
-    No model has dropout: its random bits cost the same in every precision, and differ between frameworks.
+    No model has dropout: its random bits cost the same in every precision.
+
+    Attributes:
+        model: The class of the Flax model, whose fields are those of the same names and `dtype`.
+        arguments: The arrays of a batch that the model is called with.
     """
 
     batch_size: int
-    examples: ClassVar[str]
+    model: ClassVar[type[nn.Module]]
+    arguments: ClassVar[tuple[str, ...]]
     toy_sizes: ClassVar[dict[str, Any]]
     shallow_sizes: ClassVar[dict[str, Any]]
-    # The speedup over float32 that others report for such models; None if nobody does.
-    reported_speedup: ClassVar[float | None] = None
-    in_torch: ClassVar[bool] = True  # whether `benchmarks.torch_models` has it
 
-    @abc.abstractmethod
     def module(self, dtype: Any = None) -> nn.Module:
         """The Flax model; with a dtype, its hand-written half precision form."""
+        sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields: Any = dataclasses.fields(self.model)
+        return self.model(**{f.name: sizes[f.name] for f in fields if f.name in sizes}, dtype=dtype)  # type: ignore[call-arg]
 
     @abc.abstractmethod
     def batch(self, key: jax.Array) -> Batch:
         """Synthetic inputs and labels; the leading axis of each array is the batch."""
 
-    @abc.abstractmethod
     def inputs(self, batch: Batch) -> tuple[jax.Array, ...]:
         """The arrays of a batch that the module is called with."""
+        return tuple(batch[name] for name in self.arguments)
 
-    @abc.abstractmethod
     def loss(self, outputs: Any, batch: Batch) -> jax.Array:
         """The loss, a float32 scalar; computed in float32, as hand-written half models do."""
+        return cross_entropy(outputs, batch["labels"])
 
     def optimizer(self) -> optax.GradientTransformation:
         return optax.adamw(1e-4)
@@ -59,6 +63,18 @@ class Workload(abc.ABC):
         A vocabulary is smaller in proportion, so that its embeddings take their share of the step.
         """
         return dataclasses.replace(self, **self.shallow_sizes)
+
+
+class TextWorkload(Workload):
+    """Predicts the next token of each."""
+
+    length: int
+    vocabulary: int
+    arguments = ("tokens",)
+
+    def batch(self, key: jax.Array) -> Batch:
+        text = jax.random.randint(key, (self.batch_size, self.length + 1), 0, self.vocabulary)
+        return {"tokens": text[:, :-1], "labels": text[:, 1:]}
 
 
 def register(name: str, workload: Workload) -> None:
