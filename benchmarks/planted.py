@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec
 import mpjax
 from benchmarks import RESULTS
 from mpjax.inspection import NonFinite
-from perf.results import save
+from perf.results import previous, save
 from testing.measures import relative_error
 
 SIZE, BATCH = 16, 8
@@ -830,16 +830,19 @@ def table(results: dict[str, dict[str, str]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="only the cases whose name contains this text")
+    parser.add_argument("--missing", action="store_true", help="only the cases that are not in the results")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
-    names = [name for name in cases() if args.only in name]
-    results: dict[str, dict[str, str]] = {}
+    before = previous("planted", args.out) if args.missing or args.only else {}
+    names = [name for name in cases() if args.only in name and not (args.missing and name in before)]
+    results: dict[str, dict[str, str]] = dict(before)
     for name in names:
+        start = time.process_time()
         results |= run([name])
-        print(f"{name}: {results[name]}", flush=True)
-    if not args.only:
-        save("planted", results, args.out).with_suffix(".md").write_text(table(results))
-    print(table(results))
+        print(f"{name}, {time.process_time() - start:.0f} s of CPU: {results[name]}", flush=True)
+        ordered = {name: results[name] for name in cases() if name in results}
+        save("planted", ordered, args.out).with_suffix(".md").write_text(table(ordered))
+    print(table({name: results[name] for name in names}))
 
 
 if __name__ == "__main__":
