@@ -1,7 +1,8 @@
 """The cost of the inspections: `python -m benchmarks.inspection`.
 
 `times`: CPU seconds of each inspection of a loss function with nothing compiled before, as a ratio to compiling its
-gradient and running it once (`find_nonfinite` of the loss: to compiling and running the loss). "With a fault" means
+gradient and running it once (`find_nonfinite` of the loss: to compiling and running the loss; of a program in half: to
+its gradient). "With a fault" means
 parameters of which one kernel in the middle of the model overflows float32. `profile` runs the step several times,
 which dominates its cost on a CPU, so its row is also given without these runs.
 
@@ -30,13 +31,22 @@ import mpjax
 from benchmarks import RESULTS
 from benchmarks.models import Workload
 from benchmarks.models.gpt import Gpt
-from benchmarks.models.resnet import ResNet50
+from benchmarks.models.resnet import ResNet50, TrainedResNet
+from examples.imagenet.networks import BasicBlock, ResNet
 from perf.results import previous, save
 from perf.timing import interleaved, ratios
 
+
+class ResNet18(ResNet50):
+    """ResNet-18 (He et al., 2015)."""
+
+    def module(self, dtype: Any = None) -> ResNet:
+        return TrainedResNet(self.stages, BasicBlock, self.classes, self.width, dtype)
+
+
 PARTS = ("times", "watch")
 MODELS: dict[str, Workload] = {
-    "ResNet, 26 layers": ResNet50(batch_size=8, side=64, classes=100, stages=(2, 2, 2, 2)),
+    "ResNet-18": ResNet18(batch_size=8, side=64, classes=100, stages=(2, 2, 2, 2)),
     "GPT, 12 layers": Gpt(batch_size=2, length=64, features=128, layers=12, heads=4, vocabulary=512),
 }
 WATCHED = Gpt(batch_size=8, length=128, features=256, layers=2, heads=4, vocabulary=1024)
@@ -100,6 +110,7 @@ def measure_times(workload: Workload) -> Row:
     calls: dict[str, Callable[[], Any]] = {
         "loss": lambda: jax.jit(loss_fn)(*args),
         "gradient": lambda: jax.jit(jax.value_and_grad(loss_fn))(*args),
+        "gradient in half": lambda: jax.jit(jax.value_and_grad(half_loss))(*args),
         "find_nonfinite of the loss": lambda: mpjax.find_nonfinite(loss_fn, *args),
         "find_nonfinite of the gradient": lambda: mpjax.find_nonfinite(jax.grad(loss_fn), *args),
         "find_nonfinite with a fault": lambda: mpjax.find_nonfinite(jax.grad(loss_fn), faulty, args[1]),
@@ -116,7 +127,10 @@ def measure_times(workload: Workload) -> Row:
     runs = step.runs
     one_run = min(interleaved({"step": lambda: step(*args)}, 3, clock=time.process_time)["step"])
     seconds[f"profile without {runs} runs of the step"] = seconds["profile"] - runs * one_run
-    bases = {name: "loss" if name.endswith("the loss") else "gradient" for name in seconds}
+    bases = {
+        name: "loss" if name.endswith("the loss") else "gradient in half" if name.endswith("in half") else "gradient"
+        for name in seconds
+    }
     return {
         name: {"seconds": round(found, 2), "ratio": round(found / seconds[bases[name]], 2), "to": bases[name]}
         for name, found in seconds.items()
