@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Instrumented, Key,
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.program import NOBODY, Block, Owners, Site, lay_out, owners_of, walk
 from mpjax._jaxpr.source import BACKWARD, FORWARD
+from mpjax.casting import autocast_disabled
 from mpjax.casting.autocast import TracedCall
 from mpjax.inspection.gradient import argument_name, trace_to_run
 from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite_but
@@ -154,10 +155,13 @@ class _Examined:
 
 def _search(program: _Examined) -> Provenance | None:
     """The first fault. A finite program runs only once."""
-    seen = program.watched()
-    if not seen.failed and not any(seen.codes):
-        return None
-    outs, notes = program.run(Eager(CodeProbe(program.block, seen.trips)), program.leaves)
+    trips: dict[int, int] = {}
+    if not program.eager or any(place.name == "while" for place in program.places.values()):
+        seen = program.watched()
+        if not seen.failed and not any(seen.codes):
+            return None
+        trips = seen.trips
+    outs, notes = program.run(Eager(CodeProbe(program.block, trips)), program.leaves)
     fault, program.entry = first_fault(program.block, *jax.device_get((_codes(program.leaves), _codes(outs), notes)))
     return fault
 
@@ -192,14 +196,15 @@ def _codes(arrays: Sequence[Any]) -> list[Any]:
 
 
 def _float32_is_fine(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool | None:
-    """Whether the function is finite when it is traced with float32 in place of half arguments.
+    """Whether the function is finite when it is traced with float32 in place of half arguments, and without autocast.
 
     The function is traced again because tracing rounds a constant that meets half arrays, and because opaque operations
     keep their half dtypes in a widened program. None if unknown: the function still computes in half.
     """
     try:
         wide_args, wide_kwargs = jax.tree.map(lambda x: widened(x) if is_half(x) else x, (tuple(args), dict(kwargs)))
-        traced = trace_to_run("find_nonfinite", fun, wide_args, wide_kwargs)
+        with autocast_disabled():
+            traced = trace_to_run("find_nonfinite", fun, wide_args, wide_kwargs)
         if _search(_Examined(traced, eager=True)) is None:
             return True
     except Exception:  # The function may require half arguments.
@@ -229,7 +234,7 @@ def _examined(
     eqn = place.eqn
     which, index, device = map(int, here["index"])
     out = [v.aval for v in eqn.outvars if is_inexact(v)][which]
-    of_sqrt = _is_derivative_of_sqrt(block, place)
+    derivative = place.phase == FORWARD and place.number not in _primal(block, _variables(block.jaxpr.outvars))
     element = tuple(int(i) for i in np.unravel_index(index, out.shape)) if out.shape else ()
     value = float(there["value"]) if reached else None
     evidence = Symptoms(
@@ -241,8 +246,9 @@ def _examined(
         operands32=tuple(map(float, there["operands"])) if reached else (),
         local=float(here["float32"]),
         float32=value,
-        backward=place.phase == BACKWARD or of_sqrt,
-        of_sqrt=of_sqrt,
+        backward=place.phase == BACKWARD or derivative,
+        derivative=derivative,
+        of_sqrt=_is_derivative_of_sqrt(block, place),
         float8=out.dtype.name if out.dtype.name.startswith("float8") else "",
         constant=fault.is_constant,
         opaque=primitive(place.name).op is Op.OPAQUE,
@@ -292,6 +298,37 @@ def _is_derivative_of_sqrt(block: Block, place: Site) -> bool:
     if eqn.primitive.name != "div" or not isinstance(eqn.invars[0], compat.Literal) or eqn.invars[0].val != 0.5:
         return False
     return any(p.name == "sqrt" and eqn.invars[1] in p.eqn.outvars for p in block.places())
+
+
+def _variables(given: Iterable[Any]) -> set[Any]:
+    return {v for v in given if not isinstance(v, compat.Literal)}
+
+
+def _primal(block: Block, live: set[Any]) -> set[int]:
+    """The equations of the forward pass that compute the function's value. The others compute only its derivative.
+
+    Args:
+        block: The program.
+        live: The variables that are part of the value. The operands of its equations are added.
+    """
+    found: set[int] = set()
+    read = _variables(v for p in block.eqns for v in p.eqn.invars) | _variables(block.jaxpr.outvars)
+    for place in reversed(block.eqns):
+        outs = set(place.eqn.outvars)
+        # The value of a function of which only the gradient is used has no reader.
+        if place.phase == BACKWARD or (outs & read and not outs & live):
+            continue
+        found.add(place.number)
+        if place.blocks and primitive(place.name).call:
+            inner = place.blocks[0]
+            pairs = zip(place.eqn.outvars, inner.jaxpr.outvars, strict=True)
+            needed = _variables(i for v, i in pairs if v in live)
+            found |= _primal(inner, needed)
+            live |= _variables(v for v, i in zip(place.eqn.invars, inner.jaxpr.invars, strict=True) if i in needed)
+        else:
+            found.update(p.number for inner in place.blocks for p in inner.places())
+            live |= _variables(place.eqn.invars)
+    return found
 
 
 def _is_where_gradient(program: _Examined, fault: Provenance, outs: Sequence[int]) -> bool:

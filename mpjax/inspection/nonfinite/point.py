@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr import compat
+from mpjax._jaxpr.host import in_host_memory
 from mpjax._jaxpr.interpreter import Key, Probe, is_inexact, widened
 from mpjax._jaxpr.program import Block, Site
 from mpjax.inspection.nonfinite.provenance import Provenance
@@ -18,7 +19,7 @@ from mpjax.inspection.nonfinite.provenance import Provenance
 
 def at_iteration(iteration: Sequence[Any], target: Sequence[int]) -> Any:
     """Whether the loops around an equation are at the target iteration."""
-    hit = jnp.asarray(True)
+    hit: Any = np.bool_(True)
     for now, then in zip(iteration, target, strict=True):
         hit &= now == then
     return hit
@@ -120,9 +121,12 @@ def finite_but(probe: Probe, fault: Provenance | None, alike: Collection[int]) -
 def _with_finite_elements(probe: Probe, x: Any, hit: Any, low: Any, high: Any) -> Any:
     if not is_inexact(x):
         return x
-    position = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape) + probe.device(x) * x.size
+    numpy: Any = jnp
+    if in_host_memory(x):
+        numpy, x = np, np.asarray(x)
+    position = numpy.arange(x.size, dtype=np.int32).reshape(x.shape) + probe.device(x) * x.size
     kept = hit & (position >= low) & (position < high)
-    return jnp.where(~kept & ~jnp.isfinite(x), jnp.ones((), x.dtype), x)
+    return numpy.where(~kept & ~numpy.isfinite(x), numpy.ones((), x.dtype), x)
 
 
 def _at(arrays: Sequence[Any], which: Any, index: Any) -> Any:

@@ -133,6 +133,7 @@ class Symptoms:
         local: The element if only this operation runs in float32.
         float32: The element if the whole program runs in float32; None if the point was not reached there.
         backward: Whether the operation belongs to the backward pass.
+        derivative: Whether the forward pass computes it for the derivative alone.
         of_sqrt: Whether it is the derivative of a square root.
         float8: The float8 dtype of its result; empty for other dtypes.
         constant: Whether the operation only reads an infinite constant.
@@ -152,6 +153,7 @@ class Symptoms:
     float32: float | None
     backward: bool
     constant: bool
+    derivative: bool = False
     of_sqrt: bool = False
     float8: str = ""
     opaque: bool = False
@@ -180,6 +182,8 @@ def diagnosis_of(found: Symptoms) -> str:
             "values before the cast"
         )
     cause = _SQRT if found.of_sqrt else _cause(found.primitive, found.operands, found.kind)
+    if found.derivative and cause and not found.of_sqrt:
+        cause = f"a derivative that is not finite here: {cause}"
     value = found.local if found.float32 is None else found.float32
     causes = [cause] if cause else []
     if not math.isfinite(value):

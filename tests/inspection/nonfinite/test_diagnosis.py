@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import mpjax
 from mpjax import find_nonfinite
 
 HALF = np.float16
@@ -128,3 +129,35 @@ def test_the_parameter_of_an_optimizers_nan_is_named():
     found = find_nonfinite(step, params, tx.init(params), np.ones(3, np.float32))
     assert found.result == "result[0]['b']"
     assert "result[0]['b'] is not finite" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("fun", "x", "primitive"),
+    [
+        (jnp.arccos, 1.0, "rsqrt"),
+        (lambda x: x**0.5, 0.0, "pow"),
+        (jnp.cbrt, 0.0, "integer_pow"),
+        (lambda x: jnp.linalg.norm(x[None]), 0.0, "div"),
+    ],
+)
+def test_a_derivative_that_the_forward_pass_computes_is_of_the_backward_pass(fun, x, primitive):
+    for derivative in (jax.grad, jax.value_and_grad):
+        found = find_nonfinite(derivative(fun), np.float32(x))
+        assert (found.primitive, found.direction) == (primitive, "backward")
+        assert "derivative" in found.diagnosis
+
+
+@pytest.mark.parametrize("fun", [jnp.exp, jnp.arctanh, lambda x: jnp.sum(jax.nn.softmax(x[None]) / (x - 200))])
+def test_a_value_that_overflows_is_of_the_forward_pass(fun):
+    for derivative in (jax.value_and_grad, jax.jit, lambda fun: jax.value_and_grad(jax.jit(fun))):
+        found = find_nonfinite(derivative(fun), np.float32(200))
+        assert found.direction == "forward", str(found)
+
+
+def test_a_fault_of_the_data_is_told_from_one_of_autocast():
+    def loss(w, x):
+        return jnp.mean(jax.nn.relu(x @ w) @ w)
+
+    half = mpjax.autocast(loss, "mixed_bfloat16")
+    found = find_nonfinite(jax.jit(jax.grad(half)), np.full((4, 4), 3e38, np.float32), np.ones((2, 4), np.float32))
+    assert "float32 fails too" in found.diagnosis
