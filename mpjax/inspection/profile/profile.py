@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,12 +12,11 @@ import jax
 from mpjax._jaxpr.program import walk
 from mpjax._jaxpr.source import RECOMPUTED
 from mpjax.casting.autocast import traced_call
-from mpjax.inspection.audit.matmuls import DIMENSION, Finding, Matmul, findings_of, matmuls_of
+from mpjax.inspection.audit.matmuls import Matmul, matmuls_of
 from mpjax.inspection.devices import device_of
 from mpjax.inspection.profile import hlo, kernels, profiler_trace
 from mpjax.inspection.profile.advice import advise
 from mpjax.inspection.profile.hlo import HloModule
-from mpjax.inspection.profile.kernels import Kernel
 from mpjax.inspection.profile.report import ProfileReport as ProfileReport
 from mpjax.inspection.profile.stepping import Recompilation, Stepper
 from mpjax.inspection.reports import reason, totals
@@ -35,7 +33,6 @@ def profile(
     steps: int = 10,
     batches: Iterable[Any] | None = None,
     carry: int | None = None,
-    trace: str | os.PathLike[str] | None = None,
     device: str | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> ProfileReport:
@@ -63,8 +60,6 @@ def profile(
         carry: Number of leading outputs that replace the leading arguments in the next step. It is 2 for `params,
             opt_state, loss = step(params, opt_state, batch)`. None: if the step donates arguments, as many leading
             outputs as have their structure, shapes and dtypes; otherwise each call gets the same arguments.
-        trace: A folder to keep the profiler's trace in, for XProf (`tensorboard --logdir`) and Perfetto
-            (`perfetto_trace.json.gz`, at https://ui.perfetto.dev).
         device: The device whose peak rates define MFU: a name of the device table, or "GB/s,TFLOP/s in half,TFLOP/s in
             float32". None: the device that runs the step, if it is in the table.
         kwargs: Keyword arguments of the step.
@@ -74,7 +69,7 @@ def profile(
         `mfu`.
 
     Raises:
-        ValueError: `steps` is not positive, `trace` or `device` is invalid, the batches ended early, or a
+        ValueError: `steps` is not positive, `device` is invalid, the batches ended early, or a
             donated argument is not carried.
         TypeError: An argument is a `ShapeDtypeStruct`. The step needs arrays to run.
 
@@ -90,18 +85,13 @@ def profile(
     """
     if steps < 1:
         raise ValueError(f"steps={steps}: must be 1 or more")
-    if trace is not None:
-        try:
-            os.makedirs(trace, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"trace={os.fspath(trace)!r}: can't keep a trace in this folder: {error}") from error
     if device is not None:
         device_of(device)  # Raises before minutes of measuring.
     stepper = Stepper(step, args, batches, carry, kwargs)
     if not stepper.warm_up():
         steps = min(steps, _STEPS_OF_RECOMPILATION)
     timing = Timing(*stepper.timed(steps), stepper.compile_seconds)
-    whole = detailed = _record(stepper, steps, trace)
+    whole = detailed = _record(stepper, steps)
     notes = list(stepper.notes())
     if not stepper.jitted and not stepper.why_not:
         stepper = stepper.under_jit()
@@ -130,7 +120,6 @@ def profile(
         timing,
         device=runs_on.device_kind,
         capability=_capability(runs_on),
-        findings=findings_of(matmuls),
         notes=notes,
     )
     return dataclasses.replace(
@@ -185,8 +174,8 @@ class Recording:
         return kernels.hidden_share(self.events, self.instructions) if self.trace.gpu else 0.0
 
 
-def _record(stepper: Stepper, steps: int, folder: str | os.PathLike[str] | None = None) -> Recording:
-    with profiler_trace.tracing(folder) as recorded:
+def _record(stepper: Stepper, steps: int) -> Recording:
+    with profiler_trace.tracing() as recorded:
         stepper.run(steps + 1)
     text = stepper.text if stepper.jitted else ""
     return Recording(recorded[0], text, steps, stepper.recompilation, stepper.compiled)
@@ -199,7 +188,6 @@ def report_of(
     *,
     device: str,
     capability: float | None = None,
-    findings: Iterable[Finding] = (),
     notes: Iterable[str] = (),
 ) -> ProfileReport:
     """The report of a measurement.
@@ -210,16 +198,11 @@ def report_of(
         timing: Wall times without the profiler.
         device: The device's name.
         capability: An NVIDIA GPU's compute capability; None for other devices.
-        findings: The audit's findings for the step; only those about dimensions are used.
         notes: Further notes.
     """
     gpu = detailed.trace.gpu and capability is not None
     split = kernels.split(whole.trace, whole.events, whole.start, whole.steps, whole.compiled)
-    findings = [finding for finding in findings if finding.kind == DIMENSION]
-    found = tuple(
-        _with_reason(kernel, findings)
-        for kernel in kernels.summed(detailed.events, detailed.instructions, detailed.steps, gpu, capability)
-    )
+    found = kernels.summed(detailed.events, detailed.instructions, detailed.steps, gpu, capability)
     report = ProfileReport(
         device=device,
         steps=whole.steps,
@@ -238,7 +221,6 @@ def report_of(
         split,
         found,
         gpu,
-        findings,
         recompilation=whole.recompilation,
         callbacks=[i for i in detailed.instructions.values() if i.kind == hlo.CALLBACK],
         outside=report.outside_share,
@@ -256,14 +238,6 @@ def _peak(device: str, matmuls: Sequence[Matmul]) -> float | None:
         return device_of(device).peak(*max(flops, key=lambda key: flops[key]))
     except ValueError:
         return None
-
-
-def _with_reason(kernel: Kernel, findings: Iterable[Finding]) -> Kernel:
-    """The kernel, with the dimensions that keep it off Tensor Cores as its reason, if there is such a finding."""
-    if not kernel.why_not or kernel.dtype in ("f32", "f64"):
-        return kernel
-    why = next((finding.why for finding in findings if finding.module == kernel.module), kernel.why_not)
-    return dataclasses.replace(kernel, why_not=why)
 
 
 def _capability(device: Any) -> float | None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import pathlib
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +22,6 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
-_FILES = "**/*.xplane.pb"
 MARK = "mpjax."  # Prefix of mpjax's own host annotations.
 
 
@@ -77,22 +75,16 @@ def mark(name: str) -> jax.profiler.TraceAnnotation:
 
 
 @contextlib.contextmanager
-def tracing(keep: str | os.PathLike[str] | None = None) -> Iterator[list[Trace]]:
-    """A context manager that records a trace, and appends it to the yielded list on exit.
-
-    Args:
-        keep: A folder to keep the trace in, also in Perfetto's format.
-    """
+def tracing() -> Iterator[list[Trace]]:
+    """A context manager that records a trace, and appends it to the yielded list on exit."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python's calls are not needed, and tracing them slows the host.
     options.host_tracer_level = 1
     traces: list[Trace] = []
-    with contextlib.ExitStack() as stack:
-        folder = pathlib.Path(keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="mpjax_profile_")))
-        old = set(folder.glob(_FILES))
-        with jax.profiler.trace(folder, create_perfetto_trace=keep is not None, profiler_options=options):
+    with tempfile.TemporaryDirectory(prefix="mpjax_profile_") as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
             yield traces
-        files = sorted(set(folder.glob(_FILES)) - old)
+        files = sorted(pathlib.Path(folder).glob("**/*.xplane.pb"))
         if not files:
             raise RuntimeError("jax.profiler wrote no trace (*.xplane.pb)")
         traces.append(read(ProfileData.from_file(str(files[0]))))
