@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+import base64
 import csv
 import dataclasses
 import html
+import importlib.util
 import io
 import json
 import math
@@ -32,7 +34,7 @@ class Section:
         text: Lines above the table.
         columns: The names of the table's columns, separated by `|`; those that begin with `>` are aligned to the right.
         rows: Its cells.
-        figure: HTML for the page only, such as an inline `<svg>`, or a function that makes it.
+        figure: A function that draws into the axes of a Matplotlib figure, for the page.
         shown: Number of rows printed by default. The page and JSON have all rows.
     """
 
@@ -40,7 +42,7 @@ class Section:
     text: str = ""
     columns: str = ""
     rows: Sequence[Sequence[str]] = ()
-    figure: str | Callable[[], str] = ""
+    figure: Callable[[Any], None] | None = None
     shown: int = 20
 
     def lines(self, all: bool = False) -> list[str]:
@@ -58,8 +60,11 @@ class Section:
         """The section as a fragment of the HTML page."""
         parts = [f"<h2>{html.escape(self.title)}</h2>"] if self.title else []
         parts += [f"<p>{html.escape(line)}</p>" for line in self.text.splitlines() if line]
-        figure = self.figure() if callable(self.figure) else self.figure
-        parts += [f'<div class="figure">{figure}</div>'] if figure else []
+        if self.figure and importlib.util.find_spec("matplotlib") is not None:
+            with io.BytesIO() as file:
+                drawn(self.figure).savefig(file, format="png", dpi=110)
+                data = base64.b64encode(file.getvalue()).decode()
+            parts.append(f'<img alt="figure of this section" src="data:image/png;base64,{data}">')
         if self.rows:
             header, right = self._header()
             rows = "".join(_html_row(row, "td", right) for row in self.rows)
@@ -70,6 +75,20 @@ class Section:
         """The names of the columns, and the indices of those that are aligned to the right."""
         names = self.columns.split("|")
         return [name.removeprefix(">") for name in names], {i for i, name in enumerate(names) if name[:1] == ">"}
+
+
+def drawn(figure: Callable[[Any], None]) -> Any:
+    """A Matplotlib figure with the axes that a function draws into."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # Not through pyplot: its global state and backend belong to the caller.
+    whole = Figure(figsize=(9, 4), layout="constrained")
+    FigureCanvasAgg(whole)
+    axes = whole.subplots()
+    figure(axes)
+    axes.legend(frameon=False)
+    return whole
 
 
 def _html_row(cells: Sequence[str], tag: str, right: Collection[int]) -> str:
@@ -144,6 +163,15 @@ class Report(abc.ABC):
         sections = (dataclasses.replace(s, title="") if s.title == self.title else s for s in self.sections())
         body = "\n".join(f"<section>{section.html()}</section>" for section in sections)
         return written(_PAGE.format(title=html.escape(self.title), body=body), path)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the report's figure, if it has one; needs Matplotlib.
+
+        Args:
+            path: The file; its extension, such as `.png` or `.svg`, selects the format.
+        """
+        for figure in (section.figure for section in self.sections() if section.figure):
+            drawn(figure).savefig(path, dpi=130)
 
 
 def wrapped(line: str) -> list[str]:
@@ -319,8 +347,8 @@ _PAGE = """<!doctype html>
 <title>{title}</title><style>
 body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222; }}
 p, h1 {{ overflow-wrap: anywhere; }}
-.table, .figure {{ overflow-x: auto; }}
-.figure svg {{ min-width: 42em; max-width: 60em; width: 100%; }}
+.table {{ overflow-x: auto; }}
+img {{ max-width: 100%; }}
 table {{ border-collapse: collapse; font-size: 13px; }}
 td, th {{ padding: 2px 10px; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; }}
 td {{ font-family: ui-monospace, monospace; max-width: 32em; overflow-wrap: break-word; }}

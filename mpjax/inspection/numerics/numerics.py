@@ -211,7 +211,7 @@ class _Measuring:
                 self.float8[operand] = merged(self.float8[operand], copy) if operand in self.float8 else copy
         for name, grad in zip(compiled.names, grads, strict=True):
             scaled = np.asarray(grad, np.float32) * np.float32(self.scale)
-            found = jax.device_get(compiled.probe.take([scaled], [], self.limits))
+            found = jax.device_get(compiled.probe.take([scaled], self.limits))
             self._put(_Row("parameters", name, BACKWARD), found, ("float32",))
 
     def verified(self) -> NumericsReport:
@@ -394,7 +394,6 @@ class _Measuring:
                 op=row.op,
                 source=row.source,
                 rule=_rule(row.op),
-                absorbed=tally.absorbed_share,
             )
             for row, tally in self.tallies.items()
             if row.table == table

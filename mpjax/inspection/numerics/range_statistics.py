@@ -92,8 +92,6 @@ class Tally:
         flushed: The number of nonzero values that half would flush to zero.
         overflowed: The number of finite values that overflow to inf in half.
         nonfinite: The number of values that are inf or NaN already.
-        addends: The number of nonzero addends.
-        absorbed: The number of addends that are too small, relative to the sum, to change it in half.
         max: The largest magnitude of a finite value.
         min_nonzero: The smallest nonzero magnitude; inf if there is none.
     """
@@ -103,8 +101,6 @@ class Tally:
     flushed: int = 0
     overflowed: int = 0
     nonfinite: int = 0
-    addends: int = 0
-    absorbed: int = 0
     max: float = 0.0
     min_nonzero: float = np.inf
 
@@ -122,11 +118,6 @@ class Tally:
     def overflowed_share(self) -> float:
         """The share of all finite values that overflow to inf in half."""
         return self.overflowed / max(self.size - self.nonfinite, 1)
-
-    @property
-    def absorbed_share(self) -> float:
-        """The share of nonzero addends that leave their sum unchanged in half."""
-        return self.absorbed / max(self.addends, 1)
 
 
 def _classified(x: Any, limits: Limits) -> Sequence[Any]:
@@ -162,27 +153,10 @@ def _size_bits(x: Any) -> Any:
     return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & SIZE_BITS
 
 
-def _absorbed(addend: Any, total: Any, limits: Limits) -> Sequence[Any]:
-    """The counts of nonzero finite elements of an addend, and of those that leave the sum unchanged in half."""
-    size, of_total = _size_bits(addend), _size_bits(total)
-    counts = (size != 0) & (size < INFINITY)
-    # An addend of at most half a unit in the last place of the sum, in half, leaves it unchanged (ties to even).
-    power = lax.bitcast_convert_type(of_total & INFINITY, jnp.float32) * 2.0 ** -(limits.bits + 1)
-    lost = counts & (of_total < INFINITY) & (size <= lax.bitcast_convert_type(power, jnp.int32))
-    zero = np.uint32(0)
-    return lax.reduce(
-        (counts.astype(jnp.uint32), lost.astype(jnp.uint32)),
-        (zero, zero),
-        lambda a, b: (a[0] + b[0], a[1] + b[1]),
-        tuple(range(size.ndim)),
-    )
-
-
 def tally_of(found: RangeNote) -> Tally:
     """The tally of a note."""
     counts, (largest, smallest), _ = found
-    size, zeros, flushed, overflowed, nonfinite, addends, absorbed = map(int, counts)
-    return Tally(size, zeros, flushed, overflowed, nonfinite, addends, absorbed, float(largest), float(smallest))
+    return Tally(*map(int, counts), float(largest), float(smallest))
 
 
 def _exponents(x: Any) -> Any:
@@ -234,8 +208,7 @@ class RangeProbe(Probe):
         if place.number not in self.places:
             return {}
         measured = [outs[i] for i in floats(place.eqn.outvars)]
-        given = measured, _addends(place, ins, outs), self.limits, _summed_axes(place), place.number in self.graded
-        return {("range", place.number): self.take(*given)}
+        return {("range", place.number): self.take(measured, self.limits, place.number in self.graded)}
 
     def take(self, *given: Any) -> Any:
         """The note of one equation; see `note`."""
@@ -249,7 +222,7 @@ class RangeProbe(Probe):
         if key[0] == "float8":
             return jnp.zeros(4, jnp.float32)
         exponents = jnp.zeros(BINS if key[1] in self.graded else 0, jnp.uint32)
-        return jnp.zeros(7, jnp.uint32), jnp.array([0.0, np.inf], jnp.float32), exponents
+        return jnp.zeros(5, jnp.uint32), jnp.array([0.0, np.inf], jnp.float32), exponents
 
     def merge(self, key: Key, a: Any, b: Any) -> RangeNote | float8.Float8Note:
         if key[0] == "float8":
@@ -259,51 +232,27 @@ class RangeProbe(Probe):
         return counts + more, extremes, exponents + others
 
 
-@functools.partial(jax.jit, static_argnames=("limits", "axes", "graded"))
-def note(
-    arrays: Sequence[Any],
-    pairs: Sequence[tuple[Any, Any]],
-    limits: Limits,
-    axes: tuple[int, ...] | None = None,
-    graded: bool = True,
-) -> RangeNote:
+@functools.partial(jax.jit, static_argnames=("limits", "graded"))
+def note(arrays: Sequence[Any], limits: Limits, graded: bool = True) -> RangeNote:
     """The note of some arrays; compiled once per combination of shapes.
 
     Args:
         arrays: Real floating-point arrays.
-        pairs: Addends with their sums.
         limits: The limits of the half dtype.
-        axes: The axes that a sum reduces; None if it keeps them.
         graded: Whether to compute the histogram of exponents.
 
     Returns:
         Counts (in the order of the first fields of `Tally`), the largest and the smallest nonzero magnitude, and the
         histogram.
     """
-    arrays, pairs = jax.tree.map(compat.replicated, (list(arrays), list(pairs)))
+    arrays = [*map(compat.replicated, arrays)]
     x = arrays[0] if len(arrays) == 1 else jnp.concatenate([out.ravel() for out in arrays])
-    if axes is not None:
-        pairs = [(addend, jnp.broadcast_to(lax.expand_dims(total, axes), addend.shape)) for addend, total in pairs]
     zeros, small, held, finite, largest, smallest = _classified(x, limits)
     size = np.uint32(np.size(x))
     counts = [size, zeros, small - zeros, finite - held, size - finite]
-    counts += [sum(found) for found in zip((0, 0), *(_absorbed(a, total, limits) for a, total in pairs), strict=True)]
     extremes = lax.bitcast_convert_type(jnp.stack([largest, smallest]), jnp.float32)
     exponents = _exponents(x) if graded else jnp.zeros(0, jnp.uint32)
     return jnp.stack([jnp.asarray(count, jnp.uint32) for count in counts]), extremes, exponents
-
-
-def _addends(place: Site, ins: Sequence[Any], outs: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """The addends of an equation, with their sums."""
-    name = place.name
-    if primitive(name).adds:
-        return [(x, outs[0]) for x in ins if jnp.shape(x) == jnp.shape(outs[0])]
-    return [(ins[0], outs[0])] if name in ("cumsum", "reduce_sum") else []
-
-
-def _summed_axes(place: Site) -> tuple[int, ...] | None:
-    """The axes that a sum reduces; None for operations that keep them."""
-    return tuple(place.eqn.params["axes"]) if place.name == "reduce_sum" else None
 
 
 _CHUNK = 1 << 16  # elements: intermediate results stay in the cache
@@ -312,29 +261,22 @@ _CHUNK = 1 << 16  # elements: intermediate results stay in the cache
 class HostRangeProbe(RangeProbe):
     """A `RangeProbe` that measures arrays with NumPy where the host can read them in place."""
 
-    def take(self, floats: Sequence[Any], pairs: Sequence[tuple[Any, Any]], *given: Any) -> Any:
-        on_host = all(map(in_host_memory, (*floats, *(x for pair in pairs for x in pair))))
-        return (note_on_host if on_host else super().take)(floats, pairs, *given)
+    def take(self, arrays: Sequence[Any], *given: Any) -> Any:
+        return (note_on_host if all(map(in_host_memory, arrays)) else note)(arrays, *given)
 
 
-def note_on_host(
-    floats: Sequence[Any],
-    pairs: Sequence[tuple[Any, Any]],
-    limits: Limits,
-    axes: tuple[int, ...] | None = None,
-    graded: bool = True,
-) -> RangeNote:
+def note_on_host(arrays: Sequence[Any], limits: Limits, graded: bool = True) -> RangeNote:
     """The same result as `note`, computed with NumPy."""
-    counts, histogram = np.zeros(7, np.uint32), np.zeros(BINS, np.uint32)
+    counts, histogram = np.zeros(5, np.uint32), np.zeros(BINS, np.uint32)
     largest, smallest = 0, INFINITY
-    for size in (size for x in floats for size in _chunks(_bits(x))):
+    for size in (size for x in arrays for size in _chunks(_bits(x))):
         zeros, small, held, finite = (
             size.size - np.count_nonzero(size),
             np.count_nonzero(size <= limits.bits_of(limits.flushed)),
             np.count_nonzero(size < limits.bits_of(limits.overflowed)),
             np.count_nonzero(size < INFINITY),
         )
-        counts[:5] += np.array([size.size, zeros, small - zeros, finite - held, size.size - finite], np.uint32)
+        counts += np.array([size.size, zeros, small - zeros, finite - held, size.size - finite], np.uint32)
         if graded:
             histogram += np.bincount(size >> 23, minlength=BINS).astype(np.uint32)
             histogram[[0, BINS - 1]] -= np.array([zeros, size.size - finite], np.uint32)
@@ -343,8 +285,6 @@ def note_on_host(
         if zeros < size.size:
             largest = max(largest, int(size.max()))
             smallest = min(smallest, int((size - np.uint32(1)).min()) + 1)  # zero becomes the largest integer
-    for addend, total in pairs:
-        counts[5:] += _absorbed_on_host(np.asarray(addend), np.asarray(total), limits, axes)
     extremes = np.array([largest, smallest], np.uint32).view(np.float32)
     return counts, extremes, histogram if graded else histogram[:0]
 
@@ -357,23 +297,3 @@ def _bits(x: Any) -> np.ndarray:
 def _chunks(bits: np.ndarray) -> Iterator[np.ndarray]:
     for i in range(0, bits.size, _CHUNK):
         yield bits[i : i + _CHUNK] & np.uint32(SIZE_BITS)
-
-
-def _absorbed_on_host(
-    addend: np.ndarray, total: np.ndarray, limits: Limits, axes: tuple[int, ...] | None
-) -> np.ndarray:
-    """The counts of nonzero finite elements of an addend, and of those that leave the sum unchanged in half."""
-    power = (np.ascontiguousarray(total, np.float32).view(np.uint32) & np.uint32(INFINITY)).view(np.float32)
-    with np.errstate(invalid="ignore"):
-        place = np.where(np.isfinite(power), power * np.float32(2.0 ** -(limits.bits + 1)), np.float32(0))
-    place = place.reshape(total.shape) if axes is None else np.expand_dims(place.reshape(total.shape), axes)
-    counted, lost = np.intp(0), np.intp(0)
-    # Steps along the first axis keep intermediate results small.
-    steps = max(1, _CHUNK * addend.shape[0] // max(addend.size, 1)) if addend.ndim else 1
-    for i in range(0, len(addend) if addend.ndim else 1, steps):
-        part = np.abs(addend[i : i + steps] if addend.ndim else addend).astype(np.float32)
-        own = place[i : i + steps] if addend.ndim and len(place) == len(addend) else place
-        nonzero = (part != 0) & (part < np.inf)
-        counted += np.count_nonzero(nonzero)
-        lost += np.count_nonzero(nonzero & (part <= own))
-    return np.array([counted, lost], np.uint32)

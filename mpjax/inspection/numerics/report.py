@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from mpjax.inspection.numerics.float8 import Float8Range, together
 from mpjax.inspection.numerics.range_statistics import Limits
-from mpjax.inspection.reports import Report, Section, folded_rows, percent, short_dtypes, written
+from mpjax.inspection.reports import Report, Section, folded_rows, percent, short_dtypes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +34,6 @@ class Range:
         source: The source line of the operation, `file.py:12`.
         rule: The rule for it in autocast's default lists: `"half"`, `"float32"`, `"follows"` for operations that follow
             their inputs, or `"as traced"`.
-        absorbed: The share of its nonzero addends that are too small, relative to the sum, to change it in half.
     """
 
     name: str
@@ -51,12 +49,11 @@ class Range:
     op: str = ""
     source: str = ""
     rule: str = ""
-    absorbed: float = 0.0
 
     @property
     def loses(self) -> bool:
         """Whether half would lose enough to be listed in the report."""
-        return self.overflowed > 0 or self.flushed > 0.001 or self.absorbed > 0.001
+        return self.overflowed > 0 or self.flushed > 0.001
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,26 +160,20 @@ class NumericsReport(Report):
         """
         return Limits.of(jnp.dtype(self.dtype)).flushed_share(self.half_gradient_exponents, scale / self.loss_scale)
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the histogram of gradient exponents with half's range.
-
-        Args:
-            path: The file to write; its name ends in `.svg`.
-
-        Raises:
-            ValueError: The name does not end in `.svg`.
-        """
-        if not os.fspath(path).endswith(".svg"):
-            raise ValueError(f"NumericsReport.plot({os.fspath(path)!r}): it writes SVG; give a file that ends in .svg.")
-        namespace = 'xmlns="http://www.w3.org/2000/svg"'  # A page needs none.
-        written(self._figure().replace("<svg", f"<svg {namespace}", 1), path)
-
-    def _figure(self) -> str:
+    def _draw(self, axes: Any) -> None:
+        """Draws the histogram of gradient exponents, with half's range."""
+        (low, high), normal = Limits.of(jnp.dtype(self.dtype)).exponents, int(jnp.finfo(self.dtype).minexp)
+        axes.axvspan(normal, high + 1, color="#dfeedd", label=f"{self.dtype} holds these")
+        axes.axvspan(low, normal, color="#f3efd6", label=f"{self.dtype} holds these with fewer bits")
         histograms = {
             "gradients of activations": self.activation_gradient_exponents,
             "gradients of parameters": self.parameter_gradient_exponents,
         }
-        return chart(self.dtype, self.loss_scale, histograms)
+        for i, (name, counts) in enumerate(histograms.items()):
+            shares = np.array([*counts.values()]) / max(sum(counts.values()), 1)
+            axes.bar(np.array([*counts], float) + i / 2, shares, 0.5, align="edge", label=name)
+        axes.xaxis.set_major_formatter("2^{x:.0f}")
+        axes.set(xlabel=f"size of the gradients, at loss scale {self.loss_scale:g}", ylabel="share of the nonzero ones")
 
     def sections(self) -> list[Section]:
         """The sections of the printed report."""
@@ -193,13 +184,11 @@ class NumericsReport(Report):
             ("Gradients of parameters", at_scale, "parameter", self.parameters),
         )
         columns = "in|>max|>min nonzero|>zeros|>flushed|>overflowed"
-        ops = "op|line|pass|in|>max|>flushed|>overflowed|>absorbed|module"
-        losing = sorted(
-            (row for row in self.by_op if row.loses), key=lambda r: (-r.overflowed, -max(r.flushed, r.absorbed))
-        )
+        ops = "op|line|pass|in|>max|>flushed|>overflowed|module"
+        losing = sorted((row for row in self.by_op if row.loses), key=lambda r: (-r.overflowed, -r.flushed))
         by_op = f"Of {len(self.by_op)} operations these would lose something if they ran in {self.dtype}."
         return [
-            Section("", self._summary(), figure=self._figure()),
+            Section("", self._summary(), figure=self._draw),
             *([self._trials()] if self.trials else []),
             *(
                 Section(title, text, f"{what}|{columns}", [*map(_cells, _folded(rows))])
@@ -303,7 +292,7 @@ def _together(a: Range, b: Range) -> Range:
     count = a.count + b.count
     shares = {
         name: (a.count * getattr(a, name) + b.count * getattr(b, name)) / max(count, 1)
-        for name in ("zeros", "flushed", "overflowed", "absorbed")
+        for name in ("zeros", "flushed", "overflowed")
     }
     return dataclasses.replace(
         a,
@@ -322,69 +311,10 @@ def _cells(row: Range) -> tuple[str, ...]:
 
 
 def _op_cells(row: Range) -> tuple[str, ...]:
-    shares = (percent(row.flushed), percent(row.overflowed), percent(row.absorbed))
+    shares = (percent(row.flushed), percent(row.overflowed))
     return (row.op, row.source, row.phase, short_dtypes(row.dtypes), f"{row.max:.4g}", *shares, row.name or "-")
 
 
 def _scale(scale: float) -> str:
     """A loss scale as text; large ones as powers of two."""
     return f"{scale:g}" if scale < 2**20 else f"2^{round(math.log2(scale))}"
-
-
-_COLOURS = ("#1f77b4", "#ff7f0e")
-_WINDOW, _SUBNORMAL = "#dfeedd", "#f3efd6"
-_LEFT, _WIDTH, _TOP, _BOTTOM = 60, 810, 54, 274
-
-
-def chart(dtype: str, loss_scale: float, histograms: Mapping[str, Mapping[int, int]]) -> str:
-    """The drawing; an empty string if there is nothing to draw.
-
-    Args:
-        dtype: The half dtype.
-        loss_scale: The loss scale of the gradients.
-        histograms: For each kind of value, the number of values per exponent of two.
-    """
-    shares = {name: {e: n / sum(counts.values()) for e, n in counts.items()} for name, counts in histograms.items()}
-    seen = [e for counts in shares.values() for e in counts]
-    if not seen:
-        return ""
-    low, high = Limits.of(jnp.dtype(dtype)).exponents
-    first, last = max(min(*seen, low), low - 40) - 1, min(max(*seen, high), high + 40) + 2
-    step, normal = _WIDTH / (last - first), int(jnp.finfo(dtype).minexp)
-    peak = max(share for counts in shares.values() for share in counts.values())
-
-    def x(exponent: float) -> float:
-        return _LEFT + (min(max(exponent, first), last) - first) * step
-
-    parts = [
-        _box(x(low), _TOP, x(normal) - x(low), _BOTTOM - _TOP, _SUBNORMAL),
-        _box(x(normal), _TOP, x(high + 1) - x(normal), _BOTTOM - _TOP, _WINDOW),
-    ]
-    legend = [(_WINDOW, f"{dtype} holds these"), (_SUBNORMAL, f"{dtype} holds these with fewer bits")]
-    for i, (colour, words) in enumerate([*legend, *zip(_COLOURS, shares, strict=True)]):
-        left, top = _LEFT + 330 * (i % 2), 6 + 22 * (i // 2)
-        parts += [_box(left, top, 12, 12, colour), _text(left + 18, top + 10, words)]
-    for i, (name, counts) in enumerate(shares.items()):
-        for e, share in counts.items():
-            height = (_BOTTOM - _TOP - 10) * share / peak
-            title = f"<title>{name}: {share:.1%} at 2^{e}</title>"
-            parts.append(_box(x(e) + i * step / 2, _BOTTOM - height, step / 2, height, _COLOURS[i], title))
-    parts += [_text(_LEFT - 8, _BOTTOM, "0", "end"), _text(_LEFT - 8, _TOP + 14, f"{peak:.0%}", "end")]
-    parts += [_text(x(e), _BOTTOM + 16, f"2^{e}", "middle") for e in range(-(-first // 8) * 8, last, 8)]
-    axis = f"share of nonzero gradients by size, at loss scale {loss_scale:g}"
-    return _drawing(
-        _LEFT + _WIDTH + 20, _BOTTOM + 46, [*parts, _text(_LEFT + _WIDTH / 2, _BOTTOM + 36, axis, "middle")]
-    )
-
-
-def _drawing(width: int, height: int, parts: Iterable[Any]) -> str:
-    box = f'viewBox="0 0 {width} {height}" style="width:100%;max-width:{width}px"'
-    return f'<svg {box} role="img" aria-label="gradients by size" font-family="sans-serif">{"".join(parts)}</svg>'
-
-
-def _box(x: float, y: float, width: float, height: float, colour: str, title: str = "") -> str:
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}">{title}</rect>'
-
-
-def _text(x: float, y: float, words: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="12" text-anchor="{anchor}">{html.escape(words)}</text>'

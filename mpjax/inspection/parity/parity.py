@@ -40,7 +40,7 @@ def parity(
         seeds: The number of seeds (0, 1, ...), or the seeds themselves.
         baseline: The reference policy.
         output: A folder to save each finished run to. A later call with it continues the comparison, also with more
-            policies or seeds. The report goes there as `parity.json`, `parity.html` and, with Matplotlib, `parity.png`.
+            policies or seeds.
         settings: Other settings that determine the result (hyperparameters that `make` reads elsewhere), in addition
             to an attribute `settings` of `make`. A call raises an error if the runs in `output` have other settings.
 
@@ -78,7 +78,7 @@ def parity(
     of = {policy: [runs.done[policy, seed] for seed in numbers] for policy in (baseline, *worse)}
     evidence = [evidence_of(make, policy, baseline, of[policy], of[baseline]) for policy in worse]
     first = next(iter(runs.done.values()))
-    report = ParityReport(
+    return ParityReport(
         make=str(decides["make"]).partition(":")[2],
         baseline=baseline,
         seeds=numbers,
@@ -89,9 +89,6 @@ def parity(
         evidence=tuple(evidence),
         runs=tuple(runs.done.values()),
     )
-    if runs.folder.path is not None:
-        report.write(runs.folder.path)
-    return report
 
 
 def _seeds(seeds: int | Iterable[int]) -> tuple[int, ...]:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import importlib.util
-import io
 import math
-import os
-import pathlib
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -95,7 +90,7 @@ class ParityReport(Report):
         """The sections of the printed report."""
         rows = [self._cells(policy) for policy in (self.baseline, *(each.policy for each in self.comparisons))]
         return [
-            Section("", "\n".join(self._finding()), figure=lambda: html(self)),
+            Section("", "\n".join(self._finding()), figure=self._draw),
             Section("By policy", "", _COLUMNS, rows),
             *(section for each in self.evidence for section in explained(each, self.baseline)),
         ]
@@ -143,53 +138,13 @@ class ParityReport(Report):
         deviation = statistics.stdev(values)
         return f"{rounded(statistics.mean(values), deviation)} ± {rounded(deviation, deviation)}{unit}"
 
-    def write(self, folder: pathlib.Path) -> None:
-        """Writes the report to a folder in all formats."""
-        self.to_json(folder / "parity.json")
-        self.to_html(folder / "parity.html")
-        if available():
-            self.plot(folder / "parity.png")
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the paired differences of the losses with their intervals; needs Matplotlib.
-
-        Args:
-            path: The file; its extension, `.png` or `.svg`, selects the format.
-        """
-        figure(self).savefig(path, dpi=130)
-
-
-def figure(report: ParityReport) -> Any:
-    """The figure of a comparison: the paired differences of the losses, with intervals. Needs Matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # Not through pyplot: its global state and backend belong to the caller.
-    drawn = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(drawn)
-    axis = drawn.subplots()
-    axis.axhline(0, color="black", linewidth=1)
-    policies = dict.fromkeys(run.policy for run in report.runs if run.policy != report.baseline)
-    for i, policy in enumerate(policies):
-        found = differences(report.runs_of(policy), report.runs_of(report.baseline))
-        low, mean, high = (np.where(np.isfinite(values), values, np.nan) for values in found[1:])
-        axis.plot(found.steps, mean, color=f"C{i}", label=policy, marker="o" if len(found.steps) == 1 else "")
-        axis.fill_between(found.steps, low, high, color=f"C{i}", alpha=0.2, linewidth=0)
-    axis.set(title=report.title, xlabel="step", ylabel=f"loss − {report.baseline}'s, mean with 95 % interval")
-    axis.legend(frameon=False)
-    return drawn
-
-
-def html(report: ParityReport) -> str:
-    """The figure as an HTML element; an empty string without Matplotlib."""
-    if not available():
-        return ""
-    with io.BytesIO() as file:
-        figure(report).savefig(file, format="png", dpi=110)
-        data = base64.b64encode(file.getvalue()).decode()
-    return f'<img alt="differences of the losses" style="max-width: 100%" src="data:image/png;base64,{data}">'
-
-
-def available() -> bool:
-    """Whether Matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
+    def _draw(self, axes: Any) -> None:
+        """Draws the paired differences of the losses, with intervals."""
+        axes.axhline(0, color="black", linewidth=1)
+        policies = dict.fromkeys(run.policy for run in self.runs if run.policy != self.baseline)
+        for i, policy in enumerate(policies):
+            found = differences(self.runs_of(policy), self.runs_of(self.baseline))
+            low, mean, high = (np.where(np.isfinite(values), values, np.nan) for values in found[1:])
+            axes.plot(found.steps, mean, color=f"C{i}", label=policy, marker="o" if len(found.steps) == 1 else "")
+            axes.fill_between(found.steps, low, high, color=f"C{i}", alpha=0.2, linewidth=0)
+        axes.set(title=self.title, xlabel="step", ylabel=f"loss − {self.baseline}'s, mean with 95 % interval")

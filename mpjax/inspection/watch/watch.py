@@ -369,7 +369,7 @@ def _row(notes: Mapping[Any, RangeNote], places: Sequence[Site], scale: Any) -> 
     """The values of `COLUMNS` over the equations of one module."""
     found = [(notes["range", p.number], _dtype(p) in HALF_DTYPES) for p in places if ("range", p.number) in notes]
     amax = functools.reduce(jnp.maximum, (extremes[0] for (_, extremes, _), _ in found), jnp.float32(0))
-    nothing = jnp.zeros(7, jnp.float32)
+    nothing = jnp.zeros(5, jnp.float32)
     counts = sum((counts.astype(jnp.float32) for (counts, _, _), _ in found), nothing)
     in_half = sum((counts.astype(jnp.float32) for (counts, _, _), is_half in found if is_half), nothing)
     nonzero = jnp.maximum(in_half[0] - in_half[1] - in_half[4], 1)
@@ -388,7 +388,7 @@ class StatisticsProbe(RangeProbe):
         if place.number not in self.places:
             return {}
         measured = [outs[i] for i in floats(place.eqn.outvars)]
-        return {("range", place.number): note(measured, [], _limits(_dtype(place)), None, False)}
+        return {("range", place.number): note(measured, _limits(_dtype(place)), False)}
 
 
 def _dtype(place: Site) -> Any:

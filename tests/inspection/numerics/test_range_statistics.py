@@ -14,11 +14,10 @@ def test_counts_are_those_of_a_cast_to_half(dtype):
     edges = [0, -0.0, limits.flushed, limits.overflowed, np.inf, -np.inf, np.nan, float(jnp.finfo(dtype).max)]
     x = np.concatenate([rng.normal(size=9990) * 10.0 ** rng.uniform(-44, 38, 9990), edges, [1e-45, 3e38]])
     x = x.astype(np.float32).reshape(100, 100)
-    total = np.ones(100, np.float32)
     with np.errstate(over="ignore"):
         half = x.astype(jnp.dtype(dtype))
     for note in (range_statistics.note_on_host, range_statistics.note):
-        found = note([x], [(x, total)], limits, (0,), True)
+        found = note([x], limits)
         tally = tally_of(found)
         assert tally.size == x.size
         assert tally.zeros == np.sum(x == 0)
@@ -28,18 +27,9 @@ def test_counts_are_those_of_a_cast_to_half(dtype):
         sizes = np.abs(x[np.isfinite(x)])
         assert (tally.max, tally.min_nonzero) == (sizes.max(), sizes[sizes > 0].min())
         assert np.asarray(found[2]).sum() == np.sum(sizes > 0)
-        assert tally.addends == np.sum(sizes > 0)
-
-
-def test_addends_that_are_too_small_for_half_are_counted():
-    addend = np.array([1.0, 2.0**-11, 2.0**-11 * 1.01, 0.0, np.inf], np.float32)
-    total = np.ones(5, np.float32)
-    for note in (range_statistics.note_on_host, range_statistics.note):
-        tally = tally_of(note([total], [(addend, total)], Limits.of(jnp.float16), None, False))
-        assert (tally.addends, tally.absorbed) == (3, 1)
 
 
 def test_nothing_is_an_empty_tally():
     for note in (range_statistics.note_on_host, range_statistics.note):
-        found = note([np.zeros((0, 3), np.float32)], [], Limits.of(jnp.float16))
+        found = note([np.zeros((0, 3), np.float32)], Limits.of(jnp.float16))
         assert tally_of(found) == range_statistics.Tally()
