@@ -444,33 +444,25 @@ CAUSES: dict[str, tuple[Plant, Callable[[Model], dict[str, Answer]]]] = {
 # Programs of their own
 
 
-def nan_in_an_iteration() -> dict[str, Answer]:
+def nan_in_an_iteration() -> None:
     """A scan that takes the root of a negative number in its fourth iteration."""
-
-    def find_nonfinite() -> None:
-        xs = jnp.array([4.0, 1.0, 9.0, -1.0, 4.0])
-        found = _fault(lambda xs: jax.lax.scan(lambda c, x: (c + jnp.sqrt(x), x), jnp.zeros(()), xs)[0], xs)
-        assert (found.primitive, found.iteration) == ("sqrt", 3), str(found)
-        assert "negative number (-1)" in found.diagnosis, str(found)
-
-    return {"find_nonfinite": find_nonfinite}
+    xs = jnp.array([4.0, 1.0, 9.0, -1.0, 4.0])
+    found = _fault(lambda xs: jax.lax.scan(lambda c, x: (c + jnp.sqrt(x), x), jnp.zeros(()), xs)[0], xs)
+    assert (found.primitive, found.iteration) == ("sqrt", 3), str(found)
+    assert "negative number (-1)" in found.diagnosis, str(found)
 
 
-def nan_on_a_device() -> dict[str, Answer]:
+def nan_on_a_device() -> None:
     """A logarithm of zero on the third of four devices."""
-
-    def find_nonfinite() -> None:
-        mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-        x = jnp.ones((len(jax.devices()), 3)).at[-1, 1].set(0)
-        spec = PartitionSpec("data")
-        found = _fault(jax.shard_map(lambda x: jnp.log(x), mesh=mesh, in_specs=spec, out_specs=spec), x)
-        assert found.device == f"data={len(jax.devices()) - 1}", str(found)
-        assert found.element == (0, 1), str(found)
-
-    return {"find_nonfinite": find_nonfinite}
+    mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jnp.ones((len(jax.devices()), 3)).at[-1, 1].set(0)
+    spec = PartitionSpec("data")
+    found = _fault(jax.shard_map(lambda x: jnp.log(x), mesh=mesh, in_specs=spec, out_specs=spec), x)
+    assert found.device == f"data={len(jax.devices()) - 1}", str(found)
+    assert found.element == (0, 1), str(found)
 
 
-def nan_in_a_custom_rule() -> dict[str, Answer]:
+def nan_in_a_custom_rule() -> None:
     """A custom derivative rule that divides by zero."""
 
     @jax.custom_vjp
@@ -478,75 +470,57 @@ def nan_in_a_custom_rule() -> dict[str, Answer]:
         return x
 
     identity.defvjp(lambda x: (x, x), lambda x, ct: (ct / (x - x),))
-
-    def find_nonfinite() -> None:
-        found = _fault(jax.grad(lambda x: jnp.sum(identity(x))), jnp.ones(3))
-        assert (found.primitive, found.direction) == ("div", "backward"), str(found)
-        assert "division by zero" in found.diagnosis, str(found)
-
-    return {"find_nonfinite": find_nonfinite}
+    found = _fault(jax.grad(lambda x: jnp.sum(identity(x))), jnp.ones(3))
+    assert (found.primitive, found.direction) == ("div", "backward"), str(found)
+    assert "division by zero" in found.diagnosis, str(found)
 
 
-def nan_in_the_optimizer() -> dict[str, Answer]:
+def nan_in_the_optimizer() -> None:
     """An optimizer whose second moment became NaN in an earlier step."""
-
-    def find_nonfinite() -> None:
-        tx = optax.adam(1e-3)
-        params = {"w": jnp.ones(3)}
-        state = tx.init(params)
-        broken = (state[0]._replace(nu={"w": jnp.array([0, jnp.nan, 0.0])}), *state[1:])
-        found = _fault(lambda p, s, g: tx.update(g, s, p)[0], params, broken, params)
-        assert found.argument is not None, str(found)
-        assert "nu" in found.argument, str(found)
-        assert "'w'" in found.argument, str(found)
-
-    return {"find_nonfinite": find_nonfinite}
+    tx = optax.adam(1e-3)
+    params = {"w": jnp.ones(3)}
+    state = tx.init(params)
+    broken = (state[0]._replace(nu={"w": jnp.array([0, jnp.nan, 0.0])}), *state[1:])
+    found = _fault(lambda p, s, g: tx.update(g, s, p)[0], params, broken, params)
+    assert found.argument is not None, str(found)
+    assert "nu" in found.argument, str(found)
+    assert "'w'" in found.argument, str(found)
 
 
-def empty_mask() -> dict[str, Answer]:
+def empty_mask() -> None:
     """A mean over the tokens that a mask keeps, which keeps none of one sequence."""
-
-    def find_nonfinite() -> None:
-        mask = jnp.array([[1.0, 1.0], [0.0, 0.0]])
-        found = _fault(lambda x, m: jnp.mean(jnp.sum(x * m, -1) / jnp.sum(m, -1)), jnp.ones((2, 2)), mask)
-        assert (found.primitive, found.element) == ("div", (1,)), str(found)
-        assert "0/0" in found.diagnosis, str(found)
-
-    return {"find_nonfinite": find_nonfinite}
+    mask = jnp.array([[1.0, 1.0], [0.0, 0.0]])
+    found = _fault(lambda x, m: jnp.mean(jnp.sum(x * m, -1) / jnp.sum(m, -1)), jnp.ones((2, 2)), mask)
+    assert (found.primitive, found.element) == ("div", (1,)), str(found)
+    assert "0/0" in found.diagnosis, str(found)
 
 
-def trap_of_a_where() -> dict[str, Answer]:
+def trap_of_a_where() -> None:
     """The infinite derivative of a branch that is not selected."""
 
-    def find_nonfinite() -> None:
-        def loss(x: Any) -> Any:
-            return jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))
+    def loss(x: Any) -> Any:
+        return jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))
 
-        found = _fault(jax.grad(loss), jnp.array([4.0, 0.0]))
-        assert "gradient of a where" in found.diagnosis, str(found)
+    found = _fault(jax.grad(loss), jnp.array([4.0, 0.0]))
+    assert "gradient of a where" in found.diagnosis, str(found)
 
-        def repaired(x: Any) -> Any:
-            return jnp.sum(jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1.0)), 0.0))
+    def repaired(x: Any) -> Any:
+        return jnp.sum(jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1.0)), 0.0))
 
-        assert mpjax.find_nonfinite(jax.grad(repaired), jnp.array([4.0, 0.0])) is None, "the advice does not help"
-
-    return {"find_nonfinite": find_nonfinite}
+    assert mpjax.find_nonfinite(jax.grad(repaired), jnp.array([4.0, 0.0])) is None, "the advice does not help"
 
 
-def overflow_before_a_mask() -> dict[str, Answer]:
+def overflow_before_a_mask() -> None:
     """An overflow of the forward pass, with a `where` behind it that is not at fault."""
 
-    def find_nonfinite() -> None:
-        def loss(w: Any, x: Any) -> Any:
-            y = x @ w
-            scores = jnp.where(jnp.tril(jnp.ones((BATCH, BATCH), bool)), y @ y.T, -jnp.inf)
-            return jnp.mean(jax.nn.log_softmax(scores) @ y)
+    def loss(w: Any, x: Any) -> Any:
+        y = x @ w
+        scores = jnp.where(jnp.tril(jnp.ones((BATCH, BATCH), bool)), y @ y.T, -jnp.inf)
+        return jnp.mean(jax.nn.log_softmax(scores) @ y)
 
-        found = _fault(jax.grad(loss), np.full((SIZE, SIZE), 3e38, np.float32), X)
-        assert (found.primitive, found.direction) == ("dot_general", "forward"), str(found)
-        assert "where" not in found.diagnosis, str(found)
-
-    return {"find_nonfinite": find_nonfinite}
+    found = _fault(jax.grad(loss), np.full((SIZE, SIZE), 3e38, np.float32), X)
+    assert (found.primitive, found.direction) == ("dot_general", "forward"), str(found)
+    assert "where" not in found.diagnosis, str(found)
 
 
 def too_large_a_scale() -> dict[str, Answer]:
@@ -569,71 +543,59 @@ def too_large_a_scale() -> dict[str, Answer]:
     return {"find_nonfinite": find_nonfinite, "numerics": numerics}
 
 
-def outlier_batch() -> dict[str, Answer]:
+def outlier_batch() -> None:
     """One of five batches is 10,000 times as large as the others."""
     model = plain(_dense)
 
-    def numerics() -> None:
-        def loss(w: Any, x: Any) -> Any:
-            return 1e-6 * jnp.mean((x @ w) ** 2)
+    def loss(w: Any, x: Any) -> Any:
+        return 1e-6 * jnp.mean((x @ w) ** 2)
 
-        batches = [X] * 5
-        batches[3] = 1e4 * X
-        found = mpjax.numerics(loss, model.args[0]["body"], batches=batches)
-        assert found.outliers == (3,), str(found)
-        assert (found.init_scale or 0) > 1024, str(found)
-        assert not found.overrides, str(found)
-
-    return {"numerics": numerics}
+    batches = [X] * 5
+    batches[3] = 1e4 * X
+    found = mpjax.numerics(loss, model.args[0]["body"], batches=batches)
+    assert found.outliers == (3,), str(found)
+    assert (found.init_scale or 0) > 1024, str(found)
+    assert not found.overrides, str(found)
 
 
-def average_in_half() -> dict[str, Answer]:
+def average_in_half() -> None:
     """A moving average of the weights in bfloat16, to which each step adds too little."""
 
-    def audit() -> None:
-        def average(old: Any, new: Any) -> Any:
-            return old * 0.999 + new.astype(old.dtype) * 0.001
+    def average(old: Any, new: Any) -> Any:
+        return old * 0.999 + new.astype(old.dtype) * 0.001
 
-        found = mpjax.audit(average, jnp.ones(8, jnp.bfloat16), jnp.ones(8))
-        assert "update" in [risk.kind for risk in found.risks], str(found)
-        assert not mpjax.audit(average, jnp.ones(8), jnp.ones(8)).risks, "in float32 too"
-
-    return {"audit": audit}
+    found = mpjax.audit(average, jnp.ones(8, jnp.bfloat16), jnp.ones(8))
+    assert "update" in [risk.kind for risk in found.risks], str(found)
+    assert not mpjax.audit(average, jnp.ones(8), jnp.ones(8)).risks, "in float32 too"
 
 
-def mask_beyond_the_range() -> dict[str, Answer]:
+def mask_beyond_the_range() -> None:
     """An additive mask of -1e9 in float16."""
 
-    def audit() -> None:
-        def loss(x: Any, largest: Any) -> Any:
-            mask = jnp.where(jnp.tril(jnp.ones((SIZE, SIZE), bool)), 0.0, largest).astype(jnp.float16)
-            return jax.nn.softmax((x @ x.T + mask).astype(jnp.float32))
+    def loss(x: Any, largest: Any) -> Any:
+        mask = jnp.where(jnp.tril(jnp.ones((SIZE, SIZE), bool)), 0.0, largest).astype(jnp.float16)
+        return jax.nn.softmax((x @ x.T + mask).astype(jnp.float32))
 
-        given = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float16)
-        found = mpjax.audit(functools.partial(loss, largest=-1e9), given)
-        assert [risk.kind for risk in found.risks] == ["overflow"], str(found)
-        fits = float(jnp.finfo(jnp.float16).min)
-        assert not mpjax.audit(functools.partial(loss, largest=fits), given).risks, "the advice does not help"
-
-    return {"audit": audit}
+    given = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float16)
+    found = mpjax.audit(functools.partial(loss, largest=-1e9), given)
+    assert [risk.kind for risk in found.risks] == ["overflow"], str(found)
+    fits = float(jnp.finfo(jnp.float16).min)
+    assert not mpjax.audit(functools.partial(loss, largest=fits), given).risks, "the advice does not help"
 
 
-def bad_dimension() -> dict[str, Answer]:
+def bad_dimension() -> None:
     """A vocabulary of 1003."""
 
-    def audit() -> None:
-        def of(n: int) -> Any:
-            shapes = [jax.ShapeDtypeStruct(shape, jnp.float16) for shape in ((512, 512), (512, n))]
-            return mpjax.audit(lambda x, w: x @ w, *shapes).findings
+    def of(n: int) -> Any:
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.float16) for shape in ((512, 512), (512, n))]
+        return mpjax.audit(lambda x, w: x @ w, *shapes).findings
 
-        assert [finding.kind for finding in of(1003)] == ["dimension"], str(of(1003))
-        assert "pad to 1008" in of(1003)[0].why
-        assert not of(1008), "the advice does not help"
-
-    return {"audit": audit}
+    assert [finding.kind for finding in of(1003)] == ["dimension"], str(of(1003))
+    assert "pad to 1008" in of(1003)[0].why
+    assert not of(1008), "the advice does not help"
 
 
-def expert_in_float32() -> dict[str, Answer]:
+def expert_in_float32() -> None:
     """One expert of a mixture, whose matmul is in float32."""
     w = _normal(4, SIZE, SIZE)
 
@@ -645,12 +607,9 @@ def expert_in_float32() -> dict[str, Answer]:
                 total += jnp.sum(jnp.tanh(x.astype(dtype) @ w[i].astype(dtype)).astype(jnp.float32))
         return total
 
-    def audit() -> None:
-        found = mpjax.audit(jax.grad(loss), w, X)
-        assert {finding.module for finding in found.findings if finding.kind == "dtype"} == {"expert_2"}, str(found)
-        assert found.half_share == 0.75, str(found)
-
-    return {"audit": audit}
+    found = mpjax.audit(jax.grad(loss), w, X)
+    assert {finding.module for finding in found.findings if finding.kind == "dtype"} == {"expert_2"}, str(found)
+    assert found.half_share == 0.75, str(found)
 
 
 def callback() -> dict[str, Answer]:
@@ -674,27 +633,24 @@ def callback() -> dict[str, Answer]:
     }
 
 
-def flushed_while_training() -> dict[str, Answer]:
+def flushed_while_training() -> None:
     """A training step whose loss is so small that float16 flushes its gradients."""
     model = plain(_dense)
 
-    def watch() -> None:
-        def warned(factor: float) -> bool:
-            def loss(params: Any, x: Any) -> Any:
-                return factor * model.loss(params, x)
+    def warned(factor: float) -> bool:
+        def loss(params: Any, x: Any) -> Any:
+            return factor * model.loss(params, x)
 
-            watched = mpjax.watch(loss, every=1, policy=HALF)
-            state = jax.jit(watched.update)(watched.init(*model.args), *model.args)
-            return "flushed to zero" in str(state.records()[-1])
+        watched = mpjax.watch(loss, every=1, policy=HALF)
+        state = jax.jit(watched.update)(watched.init(*model.args), *model.args)
+        return "flushed to zero" in str(state.records()[-1])
 
-        assert warned(1e-8), "does not warn"
-        assert not warned(1.0), "warns of a healthy step"
-        assert not warned(1e-8 * 2**20), "the advice, a larger scale, does not help"
-
-    return {"watch": watch}
+    assert warned(1e-8), "does not warn"
+    assert not warned(1.0), "warns of a healthy step"
+    assert not warned(1e-8 * 2**20), "the advice, a larger scale, does not help"
 
 
-def updates_lost_in_half() -> dict[str, Answer]:
+def updates_lost_in_half() -> None:
     """Weights in bfloat16 that small updates do not change."""
 
     def make(policy: str, seed: int) -> mpjax.inspection.Training:
@@ -706,13 +662,10 @@ def updates_lost_in_half() -> dict[str, Answer]:
         start = jnp.full(8, 1 + seed / 8, dtype or jnp.float32)
         return mpjax.inspection.Training(start, jax.jit(step), [jnp.zeros(8)] * 30, lambda w: float(jnp.mean(w)), None)
 
-    def parity() -> None:
-        found = mpjax.parity(make, ["half", "masters"], 3)
-        kinds = found["half"].kind, found["masters"].kind, found["masters"].identical
-        assert kinds[0] != "equal", str(found)
-        assert kinds[1:] == ("equal", True), str(found)
-
-    return {"parity": parity}
+    found = mpjax.parity(make, ["half", "masters"], 3)
+    kinds = found["half"].kind, found["masters"].kind, found["masters"].identical
+    assert kinds[0] != "equal", str(found)
+    assert kinds[1:] == ("equal", True), str(found)
 
 
 def _limit(step: Any, limit: str, *args: Any, **options: Any) -> None:
@@ -720,7 +673,7 @@ def _limit(step: Any, limit: str, *args: Any, **options: Any) -> None:
     assert found.limit == limit, str(found)
 
 
-def slow_pipeline() -> dict[str, Answer]:
+def slow_pipeline() -> None:
     """Batches that take 20 ms each; prefetched, they take none."""
     step = jax.jit(lambda w, x: jnp.sum(x @ w))
 
@@ -729,41 +682,31 @@ def slow_pipeline() -> dict[str, Answer]:
             time.sleep(0.02)
             yield X
 
-    def profile() -> None:
-        _limit(step, "input pipeline", _normal(SIZE, SIZE), batches=slow())
-
-    return {"profile": profile}
+    _limit(step, "input pipeline", _normal(SIZE, SIZE), batches=slow())
 
 
-def recompilation() -> dict[str, Answer]:
+def recompilation() -> None:
     """Batches of another size at each step."""
-
-    def profile() -> None:
-        step = jax.jit(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
-        sizes = (jnp.ones((i + 1, SIZE)) for i in range(1000))
-        _limit(step, "recompilation", _normal(SIZE, SIZE), batches=sizes)
-        padded = mpjax.profile(step, _normal(SIZE, SIZE), batches=[X] * 4, steps=6)
-        assert padded.recompilation is None, "the advice does not help"
-
-    return {"profile": profile}
+    step = jax.jit(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
+    sizes = (jnp.ones((i + 1, SIZE)) for i in range(1000))
+    _limit(step, "recompilation", _normal(SIZE, SIZE), batches=sizes)
+    padded = mpjax.profile(step, _normal(SIZE, SIZE), batches=[X] * 4, steps=6)
+    assert padded.recompilation is None, "the advice does not help"
 
 
-def sleep_in_the_step() -> dict[str, Answer]:
+def sleep_in_the_step() -> None:
     """A step without jit that waits for something else."""
 
-    def profile() -> None:
-        def step(w: Any, x: Any) -> Any:
-            time.sleep(0.02)
-            return jnp.sum(x @ w)
+    def step(w: Any, x: Any) -> Any:
+        time.sleep(0.02)
+        return jnp.sum(x @ w)
 
-        _limit(step, "code outside of jit", _normal(SIZE, SIZE), jnp.asarray(X))
-
-    return {"profile": profile}
+    _limit(step, "code outside of jit", _normal(SIZE, SIZE), jnp.asarray(X))
 
 
-ALONE: dict[str, Callable[[], dict[str, Answer]]] = {
-    f.__name__.replace("_", " "): f
-    for f in (
+# Those that one tool answers.
+OF_ONE_TOOL: dict[str, tuple[Answer, ...]] = {
+    "find_nonfinite": (
         nan_in_an_iteration,
         nan_on_a_device,
         nan_in_a_custom_rule,
@@ -771,20 +714,27 @@ ALONE: dict[str, Callable[[], dict[str, Answer]]] = {
         empty_mask,
         trap_of_a_where,
         overflow_before_a_mask,
-        too_large_a_scale,
-        outlier_batch,
+    ),
+    "numerics": (outlier_batch,),
+    "audit": (
         average_in_half,
         mask_beyond_the_range,
         bad_dimension,
         expert_in_float32,
-        callback,
-        flushed_while_training,
-        updates_lost_in_half,
+    ),
+    "watch": (flushed_while_training,),
+    "parity": (updates_lost_in_half,),
+    "profile": (
         slow_pipeline,
         recompilation,
         sleep_in_the_step,
-    )
+    ),
 }
+ALONE: dict[str, Callable[[], dict[str, Answer]]] = {
+    **{f.__name__: functools.partial(dict, **{tool: f}) for tool, found in OF_ONE_TOOL.items() for f in found},
+    **{f.__name__: f for f in (too_large_a_scale, callback)},
+}
+ALONE = {name.replace("_", " "): answers for name, answers in ALONE.items()}
 
 
 def cases() -> dict[str, Callable[[], dict[str, Answer]]]:
