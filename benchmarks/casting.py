@@ -15,10 +15,8 @@ casts nothing, and Keras 3 accepts only its own models, so they have no row.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
-import pathlib
 import statistics
 import sys
 import warnings
@@ -32,8 +30,8 @@ import jax
 import jmp
 
 import mpjax
-from benchmarks import RESULTS, sinkhorn_program
-from perf.results import previous, save
+from benchmarks import commands, sinkhorn_program
+from perf.results import previous
 from perf.timing import interleaved, ratios
 from testing.measures import trace_time_ratio
 from testing.zoo import REGISTRY, Program, harness
@@ -175,7 +173,7 @@ def _worst(errors: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = commands.parser(__doc__)
     parser.add_argument("--dtype", default="float16", choices=list(harness.POLICIES))
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of tracing")
     parser.add_argument("--compilations", type=int, default=2, help="timed rounds of compilation")
@@ -183,7 +181,6 @@ def main() -> None:
     parser.add_argument("--regions", action="store_true", help="compare rematerialisation regions, not libraries")
     parser.add_argument("--programs", nargs="*", default=list(REGISTRY), help="programs of the zoo (default: all)")
     parser.add_argument("--missing", action="store_true", help="run only programs without results")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     # jax.numpy and the peers warn about truncation and deprecation; a warning is not a failure.
     warnings.simplefilter("ignore")
@@ -195,8 +192,7 @@ def main() -> None:
             continue
         results[name] = run(name, args.dtype, args.rounds, compilations, args.regions)
         print(name, results[name]["mpjax.autocast"], file=sys.stderr)
-        path = save(title, results, args.out)
-        path.with_suffix(".md").write_text(summary(results))
+        commands.publish(title, results, summary(results), args.out)
     print(summary(results))
 
 

@@ -6,8 +6,6 @@ parallelism, and FSDP with the layers in a `scan`; in float32, in half by hand, 
 
 `--h200` compiles for eight H200s with JAX's CUDA plugin, which needs no GPU, and omits the gradient error.
 `--tpu 16x16` compiles for 256 v5e chips with libtpu, which needs no TPU.
-`--overlap` adds schedules to its results: the number of kernels that run during each collective, for a step with
-mpjax's skip and for a step with a hand-written skip.
 
 The gradient error compares all gradients with float32 on one device: the norm of the difference over the norm. It is
 given for the batch on one device, and for the same batch spread over all devices, which adds the reduction's error.
@@ -15,7 +13,7 @@ given for the batch on one device, and for the same batch spread over all device
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import json
 import math
 import os
@@ -23,6 +21,20 @@ import pathlib
 import subprocess
 import sys
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpjax
+from benchmarks import commands
+from benchmarks.training.target import NO_PLUGIN, TARGETS
+from mpjax.inspection.audit.communication import collectives
+from perf.results import save
 
 LAYOUTS = ("data parallel", "FSDP", "FSDP × TP", "FSDP, scan")
 FORMS = ("float32", "by hand", "autocast", "with_policy")
@@ -34,8 +46,6 @@ def measure(
     devices: int, half: str, layouts: tuple[str, ...] = LAYOUTS, forms: tuple[str, ...] = FORMS, targets: Any = None
 ) -> list[Any]:
     """The rows for `devices` devices: those in `targets`, or those of this process, which must then have that many."""
-    import jax
-
     if targets is None and len(jax.devices()) != devices:
         raise RuntimeError(f"this process has {len(jax.devices())} devices, not {devices}")
     rows = []
@@ -50,12 +60,6 @@ def measure(
 
 
 def _communication(layout: str, form: str, half: str, devices: int, targets: Any = None) -> dict[str, Any]:
-    import dataclasses
-
-    import jax
-
-    from mpjax.inspection.audit.communication import collectives
-
     mesh, step, _, shapes = program(layout, form, half, devices, targets=targets)
     platforms = None
     if targets:
@@ -71,15 +75,6 @@ def program(
     layout: str, form: str, half: str, devices: int, batch_devices: int = 0, targets: Any = None
 ) -> tuple[Any, Any, Any, Any]:
     """The mesh, the training step, its gradients alone, and the shapes of the step's arguments with their shardings."""
-    import jax
-    import jax.numpy as jnp
-    import optax
-    from flax import linen as nn
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    import mpjax
-
     tensor = 2 if "TP" in layout else 1
     axis_types = (jax.sharding.AxisType.Auto,) * 2
     grid = (devices // tensor, tensor)
@@ -144,68 +139,8 @@ def program(
     return mesh, step, gradients, (params, place(jax.eval_shape(tx.init, params)), batch, batch)
 
 
-def hand_written_skip(gradients: Any) -> Any:
-    """A step with a hand-written skip, the baseline for mpjax's finite check."""
-    import jax
-    import jax.numpy as jnp
-    import optax
-
-    adam = optax.adam(1e-3)
-
-    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
-        loss, grads = gradients(params, state, x, y)
-        finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
-
-        def apply_update(carried: Any) -> Any:
-            params, inner = carried
-            updates, inner = adam.update(grads, inner, params)
-            return optax.apply_updates(params, updates), inner
-
-        params, inner = jax.lax.cond(finite, apply_update, lambda carried: carried, (params, state.inner_state))
-        scale = jnp.where(finite, state.loss_scale, state.loss_scale / 2)
-        return params, state._replace(loss_scale=scale, inner_state=inner), loss
-
-    return step
-
-
-def overlaps(half: str, targets: Any, layout: str = "FSDP") -> dict[str, list[list[Any]]]:
-    """Each collective of the schedule, and the number of kernels that run during it (None if it is synchronous)."""
-    import jax
-
-    found = {}
-    for form in ("mpjax", "by hand"):
-        mesh, step, gradients, shapes = program(layout, "by hand", half, len(targets), targets=targets)
-        step = step if form == "mpjax" else hand_written_skip(gradients)
-        carried = jax.tree.map(lambda x: x.sharding, shapes[:2])
-        jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(*carried, None))
-        with jax.set_mesh(mesh):
-            found[form] = schedule(jitted.trace(*shapes).lower(lowering_platforms=("cuda",)).compile().as_text() or "")
-    return found
-
-
-def schedule(text: str) -> list[list[Any]]:
-    """The collectives of a scheduled program in order, each with the number of kernels from start to end."""
-    from mpjax.inspection.profile.hlo import HloModule
-
-    program = HloModule(text)
-    lines = list(program.computations[program.entry].values())
-    rows: list[list[Any]] = []
-    for i, line in enumerate(lines):
-        kind = line.opcode.removesuffix("-start")
-        if kind not in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"):
-            continue
-        if kind == line.opcode:
-            rows.append([kind, None])
-            continue
-        done = next(j for j, later in enumerate(lines) if j > i and line.name in later.operands)
-        rows.append([kind, sum(x.opcode in ("fusion", "custom-call", "conditional") for x in lines[i:done])])
-    return rows
-
-
 def gradient_error(form: str, half: str, devices: int, batch_devices: int) -> float:
     """The gradient error of data parallel training, with the batch of `batch_devices` devices."""
-    import jax
-    import numpy as np
 
     def gradients(form: str, devices: int) -> list[Any]:
         mesh, _, gradients, shapes = program(LAYOUTS[0], form, half, devices, batch_devices)
@@ -233,15 +168,10 @@ def gradient_error(form: str, half: str, devices: int, batch_devices: int) -> fl
 
 
 def _initial_state(form: str, params: Any, mesh: Any) -> Any:
-    import jax
-    import optax
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    import mpjax
 
     # Small enough that nothing overflows, so that the error is only rounding.
     tx = mpjax.dynamic_loss_scale(optax.sgd(0.1), init_scale=2.0**8)
-    return jax.device_put(tx.init({}), NamedSharding(mesh, PartitionSpec()))
+    return jax.device_put(tx.init({}), NamedSharding(mesh, P()))
 
 
 def summary(row: dict[str, Any]) -> dict[str, int]:
@@ -261,25 +191,29 @@ def summary(row: dict[str, Any]) -> dict[str, int]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A Markdown table with a row for each layout, number of devices and form."""
-    lines = [
-        "| layout | devices | form | gathered, MB | of float32's | summed in float32, MB | summed in half, MB "
-        "| predicates | other, MB | gradient error, one device | all devices |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+    header = [
+        "layout",
+        "devices",
+        "form",
+        "gathered, MB",
+        "of float32's",
+        "summed in float32, MB",
+        "summed in half, MB",
     ]
+    header += ["predicates", "other, MB", "gradient error, one device", "all devices"]
+    lines = []
     for row in rows:
         found = summary(row)
         key = row["layout"], row["devices"], FORMS[0]
         baselines = [r for r in rows if (r["layout"], r["devices"], r["form"]) == key]
         baseline = summary(baselines[0])["gathered"] if baselines else 0
         share = f"{found['gathered'] / baseline:.2f}" if baseline else ""
-        cells = [f"{found[name] / 1e6:.2f}" for name in ("summed in float32", "summed in half")]
-        errors = [f"{error:.1e}" for error in row.get("error", {}).values()] or ["", ""]
-        lines.append(
-            f"| {row['layout']} | {row['devices']} | {row['form']} | {found['gathered'] / 1e6:.2f} "
-            f"| {share} | {' | '.join(cells)} | {found['predicates']} "
-            f"| {found['other'] / 1e6:.2f} | {' | '.join(errors)} |"
+        gathered, single, half, other = (
+            f"{found[name] / 1e6:.2f}" for name in ("gathered", "summed in float32", "summed in half", "other")
         )
-    return "\n".join(lines) + "\n"
+        errors = [f"{error:.1e}" for error in row.get("error", {}).values()] or ["", ""]
+        lines.append([*key[:2], row["form"], gathered, share, single, half, found["predicates"], other, *errors])
+    return commands.markdown(header, lines)
 
 
 def _in_subprocess(devices: int, half: str) -> list[Any]:
@@ -291,10 +225,6 @@ def _in_subprocess(devices: int, half: str) -> list[Any]:
 
 
 def _compile_for_pods(topologies: list[str], half: str, out: pathlib.Path) -> None:
-    import jax
-
-    from benchmarks.training.target import TARGETS
-    from perf.results import save
 
     target = TARGETS["v5e"]
     jax.config.update("jax_platforms", "cpu")
@@ -304,22 +234,15 @@ def _compile_for_pods(topologies: list[str], half: str, out: pathlib.Path) -> No
         pod = target.devices(count, topology) or sys.exit(f"--tpu: {target.missing}")
         rows += measure(count, half, ("FSDP", "FSDP × TP"), targets=pod)
     print(table(rows))
-    name = f"communication_{half}_v5e"
-    save(name, {"steps": rows, **target.versions()}, out)
-    (out / f"{name}_cpu.md").write_text(table(rows))
+    commands.publish(f"communication_{half}_v5e", {"steps": rows, **target.versions()}, table(rows), out)
 
 
 def main() -> None:
-    from benchmarks import RESULTS
-    from perf.results import previous, save
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.parser(__doc__)
     parser.add_argument("--half", default="float16", choices=("float16", "bfloat16"))
     parser.add_argument("--devices", type=int, help="print the rows of this process, which must have this many devices")
     parser.add_argument("--h200", action="store_true", help="compile for eight H200s, without a GPU")
     parser.add_argument("--tpu", nargs="+", metavar="TOPOLOGY", help="compile for v5e pods such as 8x8, without a TPU")
-    parser.add_argument("--overlap", action="store_true", help="add the schedules of both skips to its results")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     if args.devices:
         print(json.dumps(measure(args.devices, args.half)))
@@ -327,22 +250,14 @@ def main() -> None:
     if args.tpu:
         _compile_for_pods(args.tpu, args.half, args.out)
         return
-    if args.h200 or args.overlap:
-        from benchmarks.training.target import NO_PLUGIN, TARGETS
-
-        found = TARGETS["h200"].devices(8) or parser.error(f"--h200: {NO_PLUGIN}")
-        name = f"communication_{args.half}_h200"
-        results = previous(name, args.out) | {"overlap": overlaps(args.half, found)}
-        print(results["overlap"])
-        if args.h200:
-            results["steps"] = measure(8, args.half, targets=found)
-            print(table(results["steps"]))
-        save(name, results, args.out)
+    if args.h200:
+        rows = measure(8, args.half, targets=TARGETS["h200"].devices(8) or parser.error(f"--h200: {NO_PLUGIN}"))
+        print(table(rows))
+        save(f"communication_{args.half}_h200", {"steps": rows}, args.out)
         return
     rows = [row for devices in DEVICES for row in _in_subprocess(devices, args.half)]
     print(table(rows))
-    save(f"communication_{args.half}", {"steps": rows}, args.out)
-    (args.out / f"communication_{args.half}_cpu.md").write_text(table(rows))
+    commands.publish(f"communication_{args.half}", {"steps": rows}, table(rows), args.out)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,8 @@ kernels. Of `--compilations` compilations of a program it takes the least, so th
 
 from __future__ import annotations
 
-import argparse
 import collections
 import os
-import pathlib
 import re
 import statistics
 import sys
@@ -30,8 +28,7 @@ if "--passes" in sys.argv:
 import jax
 
 import mpjax
-from benchmarks import RESULTS
-from perf.results import save
+from benchmarks import commands
 from testing.zoo import REGISTRY, harness
 
 Row = dict[str, float]
@@ -139,13 +136,12 @@ def passes_table(results: dict[str, dict[str, Row]], longest: int = 6) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.parser(__doc__)
     parser.add_argument("--dtype", default="bfloat16", choices=list(harness.POLICIES))
     comparable = [name for name, program in REGISTRY.items() if program.has_half and program.differentiable]
     parser.add_argument("--programs", nargs="*", default=comparable, help="default: all with a hand-written form")
     parser.add_argument("--passes", action="store_true", help="print the time of XLA's passes instead")
     parser.add_argument("--compilations", type=int, default=3, help="compilations of each program for --passes")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
 
     results: dict[str, dict[str, Row]] = {}
@@ -162,27 +158,22 @@ def main() -> None:
     if args.passes:
         print(passes_table(results))
         return
-    path = save(f"compiled_{args.dtype}", results, args.out)
-    table = summary(results)
-    path.with_suffix(".md").write_text(table)
-    print(table)
+    commands.publish(f"compiled_{args.dtype}", results, summary(results), args.out)
+    print(summary(results))
 
 
 def summary(results: dict[str, dict[str, Row]]) -> str:
     """A Markdown table: for each form, the median over programs of its ratio to the hand-written form."""
     kinds = ["operations", "matmuls", "converts", "bytes", "flops", "temporary_bytes", "residual_bytes"]
-    header = " | ".join(kind.replace("_", " ") for kind in kinds)
-    lines = [
-        f"| median of ratios to hand-written, {len(results)} programs | {header} |",
-        "|---" * (len(kinds) + 1) + "|",
-    ]
+    header = [f"median of ratios to hand-written, {len(results)} programs", *(k.replace("_", " ") for k in kinds)]
+    lines = []
     for form in dict.fromkeys(form for rows in results.values() for form in rows):
         ratios = [
             [rows[form][kind] / rows["hand-written"][kind] for rows in results.values() if rows["hand-written"][kind]]
             for kind in kinds
         ]
-        lines.append(f"| {form} | " + " | ".join(f"{statistics.median(r):.2f}" for r in ratios) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append([form, *(f"{statistics.median(r):.2f}" for r in ratios)])
+    return commands.markdown(header, lines)
 
 
 if __name__ == "__main__":

@@ -6,18 +6,15 @@ library lacks the feature concerned. `benchmarks/fault_probes/` holds the progra
 
 from __future__ import annotations
 
-import argparse
 import os
-import pathlib
 import warnings
 
 # Before JAX starts: faults between replicas need at least two devices.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 
 
-from benchmarks import RESULTS
+from benchmarks import commands
 from benchmarks.fault_probes import FAULTS, Fault, Probe
-from perf.results import save
 
 HAS_IT, NOT, NOT_APPLICABLE = "has it", "not", "n.a."
 LIBRARIES = ("mpjax", "Flax", "jmp", "mixed-precision-for-JAX", "jaxamp", "Keras 3", "optax alone")
@@ -47,22 +44,20 @@ def run(faults: list[Fault] = FAULTS, libraries: tuple[str, ...] = LIBRARIES) ->
 
 def table(results: dict[str, dict[str, str]]) -> str:
     """A Markdown table with a row for each fault and a column for each library."""
-    libraries = list(next(iter(results.values())))
-    lines = [f"| fault | {' | '.join(libraries)} |", "|---" * (len(libraries) + 1) + "|"]
-    for name, cells in results.items():
-        shown = (f"**{cell}**" if cell == HAS_IT else cell.replace("|", "/") for cell in cells.values())
-        lines.append(f"| {name} | {' | '.join(shown)} |")
-    return "\n".join(lines) + "\n"
+
+    def shown(cell: str) -> str:
+        return f"**{cell}**" if cell == HAS_IT else cell.replace("|", "/")
+
+    rows = ([name, *map(shown, cells.values())] for name, cells in results.items())
+    return commands.markdown(["fault", *next(iter(results.values()))], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
+    parser = commands.parser(__doc__)
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # Peers use deprecated JAX functions, which is not the fault in question.
     results = run()
-    path = save("faults", results, args.out)
-    path.with_suffix(".md").write_text(table(results))
+    commands.publish("faults", results, table(results), args.out)
     print(table(results))
 
 

@@ -9,10 +9,8 @@ several of them. Nothing runs, so nothing here says how fast a step is. Needs JA
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
-import pathlib
 import re
 from typing import Any
 
@@ -21,7 +19,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mpjax
-from benchmarks import RESULTS
+from benchmarks import commands
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.training.target import NO_PLUGIN, TARGETS
 from benchmarks.training.traffic import HALF, bytes_of, kernels
@@ -29,7 +27,7 @@ from mpjax.inspection.audit.communication import collectives
 from mpjax.inspection.profile import hlo
 from mpjax.inspection.profile.hlo import HloModule
 from perf.memory import program_bytes
-from perf.results import previous, save
+from perf.results import previous
 
 GPT = WORKLOADS["gpt2_medium"]
 MODELS = {
@@ -116,38 +114,35 @@ def measured(name: str, form: str, policy: str) -> Row:
 
 def table(rows: dict[str, Row]) -> str:
     """Markdown: float8 against bfloat16."""
-    lines = [
-        "| model | form | float8 calls of eligible | bytes moved | kernels | planned memory "
-        "| collectives | bytes sent |",
-        "|---" * 8 + "|",
-    ]
+    header = ("model", "form", "float8 calls of eligible", "bytes moved", "kernels", "planned memory")
+    lines = []
     for key, row in rows.items():
         base, found = (row[policy] for policy in POLICIES)
         ratio = {name: found[name] / base[name] for name in ("bytes", "kernels", "planned_bytes")}
         counts = " → ".join(", ".join(f"{n} {kind}" for kind, n in r["collectives"].items()) for r in (base, found))
         sent = " → ".join(f"{r['sent_bytes'] / 1e6:.0f}" for r in (base, found)) + " MB"
-        lines.append(
-            f"| {key.replace(' / ', ' | ')} | {found['calls']} of {found['eligible']} "
-            f"| {ratio['bytes']:.2f} | {base['kernels']} → {found['kernels']} ({ratio['kernels']:.2f}) "
-            f"| {ratio['planned_bytes']:.2f} | {counts if base['collectives'] else '-'} "
-            f"| {sent if base['collectives'] else '-'} |"
+        cells = (
+            f"{found['calls']} of {found['eligible']}",
+            f"{ratio['bytes']:.2f}",
+            f"{base['kernels']} → {found['kernels']} ({ratio['kernels']:.2f})",
+            f"{ratio['planned_bytes']:.2f}",
+            *((counts, sent) if base["collectives"] else "--"),
         )
-    return "\n".join(lines) + "\n"
+        lines.append((*key.split(" / "), *cells))
+    return commands.markdown((*header, "collectives", "bytes sent"), lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.parser(__doc__)
     parser.add_argument("--models", default=",".join(MODELS), help="names, separated by commas (default: all)")
     parser.add_argument("--forms", default=",".join(FORMS), help="names, separated by commas (default: all)")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     rows: dict[str, Row] = previous("float8_h200", args.out)
     for name in args.models.split(","):
         for form in args.forms.split(","):
             rows[f"{name} / {form}"] = {policy: measured(name, form, policy) for policy in POLICIES}
-            path = save("float8_h200", rows, args.out)
-            path.with_suffix(".md").write_text(table(rows))
+            commands.publish("float8_h200", rows, table(rows), args.out)
             print(f"{name} / {form}: {rows[f'{name} / {form}']}", flush=True)
     print(table(rows))
 

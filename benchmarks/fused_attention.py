@@ -8,24 +8,22 @@ for each score. Rows that are known are kept; `--only` compiles some of them aga
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import math
-import pathlib
 import re
 import sys
 from typing import Any
 
 import jax
 
-from benchmarks import RESULTS
+from benchmarks import commands
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.training import target
 from benchmarks.training.configurations import CONFIGURATIONS, training
 from benchmarks.training.traffic import bytes_moved
 from mpjax import Rules
-from perf.results import previous, save
+from perf.results import previous
 
 # The workload of each row and the shape of its largest scores: batch × heads, queries, keys.
 _GPT, _LONG, _BERT = WORKLOADS["gpt2_medium"], WORKLOADS["gpt2_medium_4096"], WORKLOADS["bert_large_512"]
@@ -95,24 +93,21 @@ def arrays_of_scores(text: str, scores: tuple[int, int, int]) -> int:
 def table(results: dict[str, dict[str, Any]]) -> str:
     """Markdown: a row for each model."""
     forms = list(next(iter(results.values())))
-    lines = [
-        f"| model | layers | {' | '.join(f'{form}, GB' for form in forms)} | fused / by hand "
-        "| bytes moved, fused / as written | kernel calls, fused | arrays of scores, as written | fused |",
-        "|---" * (len(forms) + 7) + "|",
-    ]
+    header = ["model", "layers", *(f"{form}, GB" for form in forms), "fused / by hand"]
+    header += ["bytes moved, fused / as written", "kernel calls, fused", "arrays of scores, as written", "fused"]
+    lines = []
     for row, found in results.items():
         sizes = [f"{found[form]['temporary_bytes'] / 1e9:.2f}" for form in forms]
         fused, written, by_hand = found["fused"], found["as written"], found.get("by hand")
         ratio = f"{fused['temporary_bytes'] / by_hand['temporary_bytes']:.2f}" if by_hand else ""
         moved = f"{fused['bytes_moved'] / written['bytes_moved']:.2f}"
         counts = [str(x) for x in (fused["kernel_calls"], written["scores_arrays"], fused["scores_arrays"])]
-        lines.append(f"| {' | '.join([row, str(fused['layers']), *sizes, ratio, moved, *counts])} |")
-    return "\n".join(lines) + "\n"
+        lines.append([row, fused["layers"], *sizes, ratio, moved, *counts])
+    return commands.markdown(header, lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
+    parser = commands.parser(__doc__)
     parser.add_argument("--target", default="h200", choices=list(target.TARGETS), help="default: h200")
     parser.add_argument("--only", metavar="TEXT", help="compile only the rows whose names contain this, again")
     parser.add_argument("--layers", type=int, default=0, help="at most so many layers of each model")
@@ -130,7 +125,7 @@ def main() -> None:
             print(f"{row}: {known[row]}", file=sys.stderr, flush=True)
             jax.clear_caches()
             known = {row: known[row] for row in ROWS if row in known}
-            save(name, known, args.out).with_suffix(".md").write_text(table(known))
+            commands.publish(name, known, table(known), args.out)
     print(table(known))
 
 

@@ -15,10 +15,8 @@ A run merges its parts into the file.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
-import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -28,12 +26,12 @@ import jax.numpy as jnp
 import optax
 
 import mpjax
-from benchmarks import RESULTS
+from benchmarks import commands
 from benchmarks.models import Workload
 from benchmarks.models.gpt import Gpt
 from benchmarks.models.resnet import ResNet50, TrainedResNet
 from examples.imagenet.networks import BasicBlock, ResNet
-from perf.results import previous, save
+from perf.results import previous
 from perf.timing import interleaved, ratios
 
 
@@ -202,17 +200,15 @@ def table(results: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.parser(__doc__)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rounds", type=int, default=60, help="timed rounds of the watched steps")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     results: Row = previous("inspection", args.out) or {}
 
     def write() -> None:
-        path = save("inspection", results, args.out)
-        path.with_suffix(".md").write_text(table(results))
+        commands.publish("inspection", results, table(results), args.out)
 
     for name in args.models if "times" in args.parts else ():
         results.setdefault("times", {})[name] = measure_times(MODELS[name])

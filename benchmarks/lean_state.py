@@ -15,10 +15,8 @@ A run adds its part to the results of the others.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
-import pathlib
 import statistics
 import sys
 import time
@@ -31,11 +29,11 @@ import numpy as np
 import optax
 
 import mpjax
-from benchmarks import RESULTS
+from benchmarks import commands
 from benchmarks.parity.families import get
 from benchmarks.parity.family import Family
 from benchmarks.parity.training import FLOAT32, Batches, Training
-from perf.results import previous, save
+from perf.results import previous
 from perf.timing import interleaved, ratios
 
 Row = dict[str, Any]
@@ -227,20 +225,18 @@ def _loss_cell(found: list[float], base: list[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.parser(__doc__)
     parser.add_argument("--planned", action="store_true", help="only compile the updates for an H200, without a GPU")
     parser.add_argument("--parity", action="store_true", help="only train the tasks")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help="families of the parity suite")
     parser.add_argument("--seeds", type=int, default=5, help="number of trainings of each task and form")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds of each step")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     results = previous(FILE, args.out) | {"bytes": {form: bytes_kept(form) for form in FORMS}}
 
     def write(name: str, found: Any) -> None:
         results[name] = found
-        path = save(FILE, results, args.out)
-        path.with_suffix(".md").write_text(table(results))
+        commands.publish(FILE, results, table(results), args.out)
 
     if args.planned:
         from benchmarks.training.target import NO_PLUGIN, TARGETS

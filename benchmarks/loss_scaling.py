@@ -21,11 +21,9 @@ A run merges its results into the file, so the benchmark can run in parts.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import os
-import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -34,9 +32,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks import RESULTS, sharded_steps
+from benchmarks import commands, sharded_steps
 from benchmarks.loss_scaling_forms import Form, Loss, forms
-from perf.results import previous, save
+from perf.results import previous
 from perf.timing import interleaved, ratios
 
 # Width of the layers, and batch of the compute-bound step: 8.4 million parameters for a CPU, 268 million for a GPU.
@@ -135,11 +133,9 @@ def total_units(form: str, donate: bool, layers: int = 16, width: int = 256) -> 
 
 def table(results: dict[str, dict[str, Row]]) -> str:
     """Markdown: the median ratio of every form to the step without loss scaling, and its quartiles."""
-    kinds = list(results)
-    lines = [f"| step time / that without loss scaling | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
-    for form in dict.fromkeys(form for rows in results.values() for form in rows):
-        lines.append(f"| {form} | {' | '.join(_cell(rows.get(form, {})) for rows in results.values())} |")
-    return "\n".join(lines) + "\n"
+    names = dict.fromkeys(form for rows in results.values() for form in rows)
+    lines = ([form, *(_cell(rows.get(form, {})) for rows in results.values())] for form in names)
+    return commands.markdown(["step time / that without loss scaling", *results], lines)
 
 
 def _cell(row: Row) -> str:
@@ -150,12 +146,11 @@ def _cell(row: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=30, help="timed rounds for each step")
     parser.add_argument("--bound", nargs="+", default=list(BOUND), choices=BOUND, help="what bounds the step's time")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES, help="dtypes of the matmuls")
     parser.add_argument("--system-malloc", action="store_true", help="use glibc's default malloc settings")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--sharded", action="store_true", help="time sharded steps instead, on four devices")
     args = parser.parse_args()
     environment = {} if args.system_malloc else dict(KEEP_MEMORY)
@@ -172,8 +167,7 @@ def main() -> None:
             results[f"sharded over {sharded_steps.DEVICES} devices, {dtype}"] = measure_sharded(
                 widths, dtype, args.rounds
             )
-        path = save(file, results, args.out)
-        path.with_suffix(".md").write_text(table(results))
+        commands.publish(file, results, table(results), args.out)
         print(table(results))
         return
     for bound, dtype, donated in itertools.product(args.bound, args.dtypes, DONATED):
@@ -184,8 +178,7 @@ def main() -> None:
         results[name] = measure(widths, batch, dtype, rounds, DONATED[donated])
         print(f"{name}: { ({form: row.get('ratio') for form, row in results[name].items()}) }", file=sys.stderr)
         # An interrupted run keeps these results.
-        path = save(file, results, args.out)
-        path.with_suffix(".md").write_text(table(results))
+        commands.publish(file, results, table(results), args.out)
     print(table(results))
 
 

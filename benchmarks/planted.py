@@ -8,11 +8,9 @@ cell is "as planted", or says what the tool answered instead.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import os
-import pathlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -31,9 +29,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import mpjax
-from benchmarks import RESULTS
+from benchmarks import commands
 from mpjax.inspection import NonFinite
-from perf.results import previous, save
+from perf.results import previous
 from testing.measures import relative_error
 
 SIZE, BATCH = 16, 8
@@ -768,20 +766,19 @@ def run(names: Sequence[str]) -> dict[str, dict[str, str]]:
 def table(results: dict[str, dict[str, str]]) -> str:
     """A Markdown table with a row for each case, and the number of answers that are as planted."""
     cells = [cell for row in results.values() for cell in row.values()]
-    lines = [f"{cells.count(AS_PLANTED)} of {len(cells)} answers as planted, {len(results)} programs.", ""]
-    lines += ["| planted | answers as planted | other answers |", "|---|---|---|"]
+    rows = []
     for name, row in results.items():
         right = ", ".join(tool for tool, cell in row.items() if cell == AS_PLANTED)
         wrong = "; ".join(f"{tool} {cell}" for tool, cell in row.items() if cell != AS_PLANTED)
-        lines.append(f"| {name} | {right} | {wrong.replace('|', '/')} |")
-    return "\n".join(lines) + "\n"
+        rows.append((name, right, wrong.replace("|", "/")))
+    count = f"{cells.count(AS_PLANTED)} of {len(cells)} answers as planted, {len(results)} programs.\n\n"
+    return count + commands.markdown(("planted", "answers as planted", "other answers"), rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.parser(__doc__)
     parser.add_argument("--only", default="", help="only the cases whose name contains this text")
     parser.add_argument("--missing", action="store_true", help="only the cases that are not in the results")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     before = previous("planted", args.out) if args.missing or args.only else {}
     names = [name for name in cases() if args.only in name and not (args.missing and name in before)]
@@ -791,7 +788,7 @@ def main() -> None:
         results |= run([name])
         print(f"{name}, {time.process_time() - start:.0f} s of CPU: {results[name]}", flush=True)
         ordered = {name: results[name] for name in cases() if name in results}
-        save("planted", ordered, args.out).with_suffix(".md").write_text(table(ordered))
+        commands.publish("planted", ordered, table(ordered), args.out)
     print(table({name: results[name] for name in names}))
 
 

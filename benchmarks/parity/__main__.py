@@ -7,7 +7,6 @@ interrupted, and called again with more seeds, policies or families. `benchmarks
 
 from __future__ import annotations
 
-import argparse
 import ast
 import functools
 import hashlib
@@ -16,11 +15,13 @@ import pathlib
 import sys
 from types import ModuleType
 
+import jax
+
 import mpjax
-from benchmarks import RESULTS
+from benchmarks import commands
 from benchmarks.parity import results, training
 from benchmarks.parity.families import FAMILIES, get, module
-from perf.results import previous, save
+from perf.results import previous
 
 DEFAULT_RUNS = pathlib.Path.home() / ".cache" / "mpjax" / "parity"
 
@@ -64,14 +65,13 @@ def compare(name: str, policies: list[str], seeds: int, runs: pathlib.Path) -> r
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.parser(__doc__)
     parser.add_argument("--families", default=",".join(FAMILIES), help="names, separated by commas (default: all)")
     parser.add_argument(
         "--policies", default=",".join(training.AUTOCAST), help="names, separated by commas (default: %(default)s)"
     )
     parser.add_argument("--seeds", type=int, default=5, help="runs of each policy (default: %(default)s)")
     parser.add_argument("--runs", type=pathlib.Path, default=DEFAULT_RUNS, help="folder of finished runs")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--name", default="parity", help="name of the result file (default: %(default)s)")
     args = parser.parse_args()
     names, policies = args.families.split(","), args.policies.split(",")
@@ -84,11 +84,10 @@ def main() -> None:
         found[name] = results.merged(found.get(name), compare(name, policies, args.seeds, args.runs))
         # In the table's order. An interrupted run keeps its results so far.
         found = {family: found[family] for family in FAMILIES if family in found}
-        path = save(args.name, found, args.out)
-        path.with_suffix(".md").write_text(results.table(found))
+        commands.publish(args.name, found, results.table(found), args.out)
         for policy, comparison in found[name]["policies"].items():
             print(f"{name}, {policy}: {comparison['verdict']}", file=sys.stderr, flush=True)
-    results.plot(path.with_suffix(".png"), found)
+    results.plot(args.out / f"{args.name}_{jax.default_backend()}.png", found)
     print(results.table(found))
 
 

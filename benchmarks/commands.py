@@ -1,0 +1,29 @@
+"""What the commands of the benchmarks share: the arguments, the files of results, and tables."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from benchmarks import RESULTS
+from perf.results import save
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The parser of a command, with the folder of its results."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
+    return made
+
+
+def publish(name: str, results: Any, table: str, out: pathlib.Path) -> None:
+    """Writes the results, with their environment, and the table beside them."""
+    save(name, results, out).with_suffix(".md").write_text(table)
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table."""
+    lines = (f"| {' | '.join(map(str, line))} |" for line in (header, *rows))
+    return "\n".join((next(lines), f"|{'---|' * len(header)}", *lines)) + "\n"
