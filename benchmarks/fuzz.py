@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -36,18 +37,17 @@ from testing.random_programs.properties import cause_of
 from testing.random_programs.reduction import shrink
 
 REJECTED = "rejected by JAX"
+Outcome = tuple[str, Failure | None]
 DTYPES = ("float16", "bfloat16", "float8")
 
 # Examples between two clearings of JAX's caches: programs share most of the entries.
 CLEAR_CACHES_EVERY = 2000
 
 
-def examine(
-    case: Case, compiled: bool = False, subject: Subject | None = None, retrace: bool = True
-) -> tuple[str, Failure | None]:
-    """The outcome of a case, and the failure if it failed."""
+def outcome_of(run: Callable[[], str]) -> Outcome:
+    """The outcome of a check, and the failure if it failed."""
     try:
-        return check(case, compiled=compiled, subject=subject, retrace=retrace), None
+        return run(), None
     except Rejected:
         return REJECTED, None
     except Failure as failure:
@@ -56,53 +56,31 @@ def examine(
         return "failed", Failure("the check", cause_of(error), traceback.format_exc())
 
 
-def examine_training(case: training.Case, compiled: bool = False) -> tuple[str, Failure | None]:
-    """The outcome of a training program, and the failure if it failed."""
-    try:
-        return training.check(case, compiled), None
-    except Rejected:
-        return REJECTED, None
-    except Failure as failure:
-        return "failed", failure
-    except Exception as error:
-        return "failed", Failure("the check", cause_of(error), traceback.format_exc())
-
-
-def examine_all(cases: Sequence[Case], compiled: bool) -> list[tuple[str, Failure | None]]:
+def examine_all(cases: Sequence[Case], compiled: bool) -> list[Outcome]:
     """The outcomes of one program's cases in several dtypes; the first is traced twice under autocast."""
     try:
         subject = Subject(cases[0])
     except Rejected:
         return [(REJECTED, None)] * len(cases)
-    return [examine(case, compiled, subject, retrace=case is cases[0]) for case in cases]
+    checks = [functools.partial(check, c, compiled=compiled, subject=subject, retrace=c is cases[0]) for c in cases]
+    return [outcome_of(each) for each in checks]
 
 
-def shrunk(case: Case, failure: Failure) -> tuple[Case, str]:
+def shrunk(case: Any, failure: Failure) -> tuple[Any, str]:
     """The smallest program found with this failure, and its message."""
     found = [str(failure)]
+    of_training = isinstance(case, training.Case)
+    examine: Callable[..., str] = training.check if of_training else check
+    compiled = failure.property in ("runs compiled", "compiled")
 
-    def fails(smaller: Case) -> bool:
-        other = examine(smaller, failure.property == "runs compiled")[1]
+    def fails(smaller: Any) -> bool:
+        other = outcome_of(lambda: examine(smaller, compiled=compiled))[1]
         same = other is not None and other.signature == failure.signature
         if same:
             found[:] = [str(other)]
         return same
 
-    return shrink(case, fails), found[0]
-
-
-def shrunk_training(case: training.Case, failure: Failure) -> tuple[training.Case, str]:
-    """The smallest training program found with this failure, and its message."""
-    found = [str(failure)]
-
-    def fails(smaller: training.Case) -> bool:
-        other = examine_training(smaller, failure.property == "compiled")[1]
-        same = other is not None and other.signature == failure.signature
-        if same:
-            found[:] = [str(other)]
-        return same
-
-    return training.shrink(case, fails), found[0]
+    return (training.shrink if of_training else shrink)(case, fails), found[0]
 
 
 class Report:
@@ -213,41 +191,30 @@ class Options:
     compile_every: int = 50
 
 
+def numbered(number: int, names: Sequence[str], compiled: bool) -> dict[str, tuple[Any, Outcome]]:
+    """The numbered program of each report and its outcome."""
+    if "training" in names:
+        case = training.numbered_case(number)
+        return {"training": (case, outcome_of(lambda: training.check(case, compiled)))}
+    cases = [numbered_case(number, dtype) for dtype in sorted(names, reverse=bool(number % 2))]
+    return {c.dtype: (c, found) for c, found in zip(cases, examine_all(cases, compiled), strict=True)}
+
+
 def run(reports: Mapping[str, Report], options: Options) -> None:
-    """Runs batches for the dtypes of the reports until the number of examples or the time limit is reached."""
+    """Runs batches for the reports (dtypes, or "training") until the number of examples or the time is reached."""
     end, size = time.perf_counter() + options.seconds, options.batch
     while min(r.examples for r in reports.values()) < options.examples and time.perf_counter() < end:
         start, done = time.perf_counter(), min(r.data["batches"] for r in reports.values())
-        batches = {dtype: Batch(r.data["failures"], r.data["passed_in_a_row"]) for dtype, r in reports.items()}
+        batches = {name: Batch(r.data["failures"], r.data["passed_in_a_row"]) for name, r in reports.items()}
         numbers = range(options.first + done * size, options.first + (done + 1) * size)
         for number in numbers:
-            dtypes = sorted(batches, reverse=bool(number % 2))
-            cases = [numbered_case(number, dtype) for dtype in dtypes]
             compiled = bool(options.compile_every) and number % options.compile_every == 0
-            for case, found in zip(cases, examine_all(cases, compiled), strict=True):
-                batches[case.dtype].add(case, *found)
-        for dtype, report in reports.items():
-            report.add(batches[dtype], done, shrunk if options.shrink else None)
-            report.count(batches[dtype].outcomes, batches[dtype].in_a_row, time.perf_counter() - start)
-            print(f"{dtype}, {report.examples}: {report.headline(batches[dtype])}", flush=True)
-        if numbers.stop % CLEAR_CACHES_EVERY < size:
-            jax.clear_caches()
-
-
-def run_training(report: Report, options: Options) -> None:
-    """Runs batches of training programs until the number of examples or the time limit is reached."""
-    end, size = time.perf_counter() + options.seconds, options.batch
-    while report.examples < options.examples and time.perf_counter() < end:
-        start, done = time.perf_counter(), report.data["batches"]
-        batch = Batch(report.data["failures"], report.data["passed_in_a_row"])
-        numbers = range(options.first + done * size, options.first + (done + 1) * size)
-        for number in numbers:
-            case = training.numbered_case(number)
-            compiled = bool(options.compile_every) and number % options.compile_every == 0
-            batch.add(case, *examine_training(case, compiled))
-        report.add(batch, done, shrunk_training if options.shrink else None)
-        report.count(batch.outcomes, batch.in_a_row, time.perf_counter() - start)
-        print(f"{report.examples}: {report.headline(batch)}", flush=True)
+            for name, (case, found) in numbered(number, list(reports), compiled).items():
+                batches[name].add(case, *found)
+        for name, report in reports.items():
+            report.add(batches[name], done, shrunk if options.shrink else None)
+            report.count(batches[name].outcomes, batches[name].in_a_row, time.perf_counter() - start)
+            print(f"{name}, {report.examples}: {report.headline(batches[name])}", flush=True)
         if numbers.stop % CLEAR_CACHES_EVERY < size:
             jax.clear_caches()
 
@@ -271,10 +238,7 @@ def main() -> None:
     names = ("training",) if args.training else args.dtype or DTYPES
     reports = {name: Report(args.reports / f"fuzz_{name}.json") for name in names}
     options = Options(args.examples, args.first, args.batch, args.seconds, not args.no_shrink, args.compile_every)
-    if args.training:
-        run_training(reports["training"], options)
-    else:
-        run(reports, options)
+    run(reports, options)
     for dtype, report in reports.items():
         print(f"# {dtype}\n{report}\n")
 

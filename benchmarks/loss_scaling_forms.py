@@ -37,12 +37,10 @@ def forms(tx: optax.GradientTransformation, loss_fn: Loss) -> dict[str, Form]:
     return {
         "no loss scaling": Form(tx.init, _plain(tx, loss_fn)),
         "no loss scaling, again": Form(tx.init, _plain(tx, loss_fn)),
-        "no loss scaling, gradients materialised": Form(tx.init, _materialised(tx, loss_fn)),
         "no loss scaling, gradients in row-major layout": Form(tx.init, _row_major(tx, loss_fn)),
         "mpjax: apply_gradients": Form(dynamic.init, _apply(dynamic, loss_fn)),
         "mpjax: apply_gradients, grads_are_scaled": Form(by_hand.init, _scaled_by_hand(by_hand, loss_fn)),
         "mpjax: tx.update, apply_updates": Form(dynamic.init, _update(dynamic, loss_fn)),
-        "mpjax's scale, where instead of cond": Form(dynamic.init, _where(dynamic, tx, loss_fn)),
         "Flax DynamicScale": Form(lambda params: (tx.init(params), _flax_scale()), _flax(tx, loss_fn)),
         "jmp": Form(lambda params: (tx.init(params), _jmp_scale()), _jmp(tx, loss_fn)),
         "mixed-precision-for-JAX": Form(lambda params: (tx.init(params), _mpx_scale()), _mpx(tx, loss_fn)),
@@ -52,17 +50,6 @@ def forms(tx: optax.GradientTransformation, loss_fn: Loss) -> dict[str, Form]:
 def _plain(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
     def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    return step
-
-
-def _materialised(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
-    """Computes all gradients before the first update, as any step that can skip must."""
-
-    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, grads = jax.lax.optimization_barrier(jax.value_and_grad(loss_fn)(params, x, y))
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
@@ -109,23 +96,6 @@ def _scaled_by_hand(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
         loss, grads = jax.value_and_grad(lambda p: loss_fn(p, x, y) * state.loss_scale)(params)
         params, state = mpjax.apply_gradients(tx, grads, state, params, value=loss)
         return params, state, loss
-
-    return step
-
-
-def _where(dynamic: optax.GradientTransformation, tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
-    """Always computes the update, and selects or discards it with `where`: mpjax without `lax.cond`."""
-    # Updates only the loss scale state, with a trivial optimizer.
-    bookkeeping = mpjax.dynamic_loss_scale(optax.identity())
-
-    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, grads = mpjax.value_and_grad(loss_fn, state)(params, x, y)
-        inner = state.inner_state
-        updates, new_inner = tx.update(grads, inner, params)
-        _, state = bookkeeping.update(grads, state._replace(inner_state=optax.EmptyState()), params)
-        new = optax.apply_updates(params, updates), new_inner
-        params, inner = jax.tree.map(lambda n, o: jnp.where(state.last_finite, n, o), new, (params, inner))
-        return params, state._replace(inner_state=inner), loss
 
     return step
 
