@@ -11,12 +11,10 @@ import argparse
 import json
 import pathlib
 import re
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 from benchmarks import RESULTS, headlines
-from benchmarks.parity import results as parity
 from benchmarks.training.tables import memory, speedup
 from perf.environment import versions
 
@@ -123,18 +121,12 @@ def plot_all(folder: pathlib.Path) -> list[str]:
         *plans,
         ("speedup.png", "training_gpu.json", _speedups),
         ("memory.png", "training_gpu.json", _memory),
-        ("residuals.png", "casting_float16_cpu.json", _residuals),
-        ("loss_scaling.png", "loss_scaling_gpu.json", _loss_scaling),
-        ("loss_scaling_cpu.png", "loss_scaling_cpu.json", _loss_scaling),
     ):
         content = read(folder / source)
         bars, label = draw(content) if content else ({}, "")
         if any(value is not None for group in bars.values() for value in group.values()):
             _bars(folder / name, bars, label, content.get("environment", {}).get("device", ""))
             names.append(name)
-    if content := read(folder / "parity_cpu.json"):
-        parity.plot(folder / "parity_cpu.png", content["results"])
-        names.append("parity_cpu.png")
     return names
 
 
@@ -165,23 +157,6 @@ def _planned_memory(content: Content) -> tuple[Bars, str]:
     }
     known = {model: group for model, group in bars.items() if any(group.values())}
     return known, "memory in XLA's plan / float32"
-
-
-def _residuals(content: Content) -> tuple[Bars, str]:
-    tools = dict.fromkeys(tool for rows in content["results"].values() for tool in rows)
-    found: dict[str, float | None] = {}
-    for tool in tools:
-        values = [rows[tool]["residuals"] for rows in content["results"].values() if "residuals" in rows.get(tool, {})]
-        found[tool] = statistics.median(values) if values else None
-    return {"median over the programs of the zoo": found}, "bytes kept for the backward pass / float32"
-
-
-def _loss_scaling(content: Content) -> tuple[Bars, str]:
-    forms = ("mpjax: apply_gradients", "Flax DynamicScale", "jmp", "mixed-precision-for-JAX")
-    bars = {
-        kind: {form: rows.get(form, {}).get("ratio") for form in forms} for kind, rows in content["results"].items()
-    }
-    return bars, "step time / without loss scaling"
 
 
 def _bars(path: pathlib.Path, bars: Bars, label: str, device: str) -> None:

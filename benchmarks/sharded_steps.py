@@ -6,8 +6,8 @@ benchmarks.loss_scaling --sharded` times the steps; the collectives are counted 
 
 from __future__ import annotations
 
+import collections
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +18,9 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks.loss_scaling_forms import Form, Loss, forms
+from mpjax.inspection.audit.communication import collectives
 
 DEVICES = 4
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 # The forms that shard: the step without loss scaling, twice, and the step with mpjax's.
 FORMS = ("no loss scaling", "no loss scaling, again", "mpjax: apply_gradients", "mpjax: tx.update, apply_updates")
 
@@ -52,26 +52,12 @@ def _compiled(form: Form, params: Any, x: jax.Array, y: jax.Array) -> tuple[Any,
     return step.lower(*args).compile(), args
 
 
-def collectives(compiled: Any) -> dict[str, list[str]]:
-    """The result types of each kind of collective in a compiled program, such as `pred[]`."""
-    found: dict[str, list[str]] = {}
-    for types, kind in re.findall(rf"= (\S+|\(.*?\)) ({'|'.join(COLLECTIVES)})(?:-start)?\(", compiled.as_text()):
-        parts = re.sub(r"\{[\d,]*\}|[()]|/\*.*?\*/", "", types).split(", ")
-        found.setdefault(kind, []).append(" ".join(sorted(part.strip() for part in parts)))
-    return {kind: sorted(types) for kind, types in found.items()}
-
-
-def added(program: dict[str, list[str]], baseline: dict[str, list[str]]) -> dict[str, list[str]]:
-    """The collectives of a program that are missing in another."""
-    result = {}
-    for kind, types in program.items():
-        remaining = list(types)
-        for known in baseline.get(kind, []):
-            if known in remaining:
-                remaining.remove(known)
-        if remaining:
-            result[kind] = remaining
-    return result
+def counted(compiled: Any) -> collections.Counter[str]:
+    """The arrays that a compiled program sends, by kind of collective and dtype."""
+    found: collections.Counter[str] = collections.Counter()
+    for row in collectives(compiled.as_text()):
+        found[f"{row.op} {row.dtype}"] += row.arrays
+    return found
 
 
 def measure(
@@ -88,8 +74,8 @@ def measure(
         return loss
 
     rows = timed({name: functools.partial(advance, name) for name in steps})
-    plain = collectives(steps[FORMS[0]][0])
+    plain = counted(steps[FORMS[0]][0])
     for name, (compiled, _) in steps.items():
         rows[name]["temporary_bytes"] = compiled.memory_analysis().temp_size_in_bytes
-        rows[name]["added_collectives"] = added(collectives(compiled), plain)
+        rows[name]["added_collectives"] = dict(counted(compiled) - plain)
     return rows

@@ -15,8 +15,6 @@ import pathlib
 import sys
 from types import ModuleType
 
-import jax
-
 import mpjax
 from benchmarks import commands
 from benchmarks.parity import results, training
@@ -87,7 +85,6 @@ def main() -> None:
         commands.publish(args.name, found, results.table(found), args.out)
         for policy, comparison in found[name]["policies"].items():
             print(f"{name}, {policy}: {comparison['verdict']}", file=sys.stderr, flush=True)
-    results.plot(args.out / f"{args.name}_{jax.default_backend()}.png", found)
     print(results.table(found))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pathlib
 import statistics
 from typing import Any
 
@@ -102,42 +101,3 @@ def _cell(found: Row | None) -> str:
     needed = f" {found['seeds_needed']}" if found["kind"] == "unclear" and found["seeds_needed"] else ""
     skipped = f", {sum(found['skipped'])} skipped" if sum(found["skipped"]) else ""
     return f"{SIGNS[found['kind']]}{needed} {interval}{skipped}"
-
-
-def plot(path: pathlib.Path, results: dict[str, Row]) -> None:
-    """A panel for each family: the intervals in units of float32's deviation over seeds, and the band of ±1."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    policies = list(dict.fromkeys(policy for found in results.values() for policy in found["policies"]))
-    columns = min(6, len(results))
-    rows = -(-len(results) // columns)
-    figure, panels = plt.subplots(
-        rows, columns, figsize=(2.2 * columns, 0.7 + (0.6 + 0.2 * len(policies)) * rows), squeeze=False, sharey=True
-    )
-    colours = {"equal": "tab:green", "better": "tab:blue", "worse": "tab:red", "unclear": "tab:gray"}
-    for panel, found in zip(panels.flat, results.values(), strict=False):
-        panel.axvspan(-1, 1, color="0.92")
-        panel.axvline(0, color="0.6", linewidth=0.8)
-        for height, policy in enumerate(policies):
-            result = found["policies"].get(policy)
-            if result is None or not math.isfinite(result["mean"]) or not result["noise"]:
-                continue
-            # Further right is better for every metric.
-            sign = (1 if found["larger_is_better"] else -1) / result["noise"]
-            ends = sorted((result["low"] * sign, result["high"] * sign))
-            panel.plot([max(min(end, 4), -4) for end in ends], [height] * 2, color=colours[result["kind"]])
-            panel.plot(max(min(result["mean"] * sign, 4), -4), height, "o", markersize=3, color=colours[result["kind"]])
-        panel.set_title(found["name"], fontsize=8)
-        panel.set_xlim(-4.2, 4.2)
-        panel.tick_params(labelsize=6)
-    for panel in list(panels.flat)[len(results) :]:
-        panel.set_visible(False)
-    panels[0][0].set_yticks(range(len(policies)), policies, fontsize=6)
-    panels[0][0].set_ylim(len(policies) - 0.5, -0.5)
-    figure.supxlabel("difference from float32 / its standard deviation over seeds (right: better)", fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

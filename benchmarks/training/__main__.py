@@ -51,12 +51,10 @@ def selected_cells(args: argparse.Namespace) -> list[Cell]:
     if args.toy and not args.only:
         models = distinct_toys(models)
     names: list[str] = args.cells or list(QUICK if args.quick else CONFIGURATIONS)
-    cells = [cell for cell in (Cell.parse(model, name) for model in models for name in names) if cell.applies(True)]
+    cells = [cell for cell in (Cell.parse(model, name) for model in models for name in names) if cell.applies()]
     if args.variants or (not args.quick and not args.cells):
         varied = [f"{name}+{variant}" for variant in VARIANTS for name in VARIED]
-        # A CPU ignores the GPU compiler's flags, most of which concern its autotuner.
-        flags = not (args.toy or args.dry_run)
-        cells += [cell for model in models for cell in (Cell.parse(model, n) for n in varied) if cell.applies(flags)]
+        cells += [cell for model in models for cell in (Cell.parse(model, n) for n in varied) if cell.applies()]
     return cells
 
 

@@ -50,10 +50,9 @@ class Cell:
         workload = workload.toy() if toy else workload.shallow() if shallow else workload
         return self.options().change(workload, self.settings())
 
-    def applies(self, flags: bool) -> bool:
-        """Whether the cell exists; without `flags`, cells that differ only in compiler options are excluded."""
-        options = self.options()
-        return options.applies(WORKLOADS[self.model], self.settings()) and (flags or not options.compiler_options)
+    def applies(self) -> bool:
+        """Whether the cell exists."""
+        return self.options().applies(WORKLOADS[self.model], self.settings())
 
 
 class Results:

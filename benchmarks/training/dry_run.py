@@ -16,7 +16,6 @@ from perf.environment import versions
 from perf.memory import program_bytes
 
 from .cells import Cell
-from .compiling import jitted
 from .configurations import Training, training
 from .target import Target, placed, traced_for
 from .traffic import LAUNCH, summary
@@ -65,7 +64,8 @@ def _lowered(cell: Cell, made: Training, target: Target, device: jax.Device | No
     if device is not None:
         shapes, traced = placed(shapes, jax.sharding.SingleDeviceSharding(device)), traced_for(device)
     with cell.settings().context(), traced:
-        return jitted(cell, made, **_options(cell, target)).trace(*shapes).lower(lowering_platforms=(target.platform,))
+        step: Any = jax.jit(made.step, donate_argnums=0, compiler_options=_options(cell, target))
+        return step.trace(*shapes).lower(lowering_platforms=(target.platform,))
 
 
 def _options(cell: Cell, target: Target) -> dict[str, bool | int | str]:

@@ -1,4 +1,4 @@
-"""Named changes to settings other than the precision (sizes, layouts, compiler options), and the models of each."""
+"""Named changes to settings other than the precision, and the models of each."""
 
 from __future__ import annotations
 
@@ -19,16 +19,12 @@ class Variant:
         why: The possible gain.
         change: Maps the workload and the configuration to the changed workload.
         fields: Fields that the workload must have.
-        compiler_options: XLA's flags.
-        auto_layout: Whether XLA chooses the layouts of the carry.
         needs_half: Whether it has no float32 form.
     """
 
     why: str
     change: Callable[[Workload, Configuration], Workload] = lambda workload, configuration: workload
     fields: frozenset[str] = frozenset()
-    compiler_options: dict[str, bool | int | str] = dataclasses.field(default_factory=dict)
-    auto_layout: bool = False
     needs_half: bool = False
 
     def applies(self, workload: Workload, configuration: Configuration) -> bool:
@@ -61,19 +57,5 @@ VARIANTS = {
         "the memory that half precision saves, spent on a batch twice the size",
         lambda workload, configuration: dataclasses.replace(workload, batch_size=2 * workload.batch_size),
         needs_half=True,
-    ),
-    "auto_layout": Variant(
-        "parameters and state in the layouts of matmuls and convolutions: no transposes", auto_layout=True
-    ),
-    "triton_gemm_any": Variant(
-        "matmuls of any shape as Triton kernels, fused with the operations around them",
-        compiler_options={"xla_gpu_triton_gemm_any": True},
-    ),
-    "latency_hiding": Variant(
-        "the scheduler that overlaps copies and kernels",
-        compiler_options={"xla_gpu_enable_latency_hiding_scheduler": True},
-    ),
-    "autotuning_exhaustive": Variant(
-        "all algorithms tried for matmuls and convolutions", compiler_options={"xla_gpu_exhaustive_tiling_search": True}
     ),
 }

@@ -21,7 +21,6 @@ from perf.environment import environment, versions
 from perf.memory import peak_bytes, program_bytes
 
 from .cells import Cell
-from .compiling import initial, jitted
 from .configurations import training
 
 WARM_UP = 3
@@ -62,7 +61,7 @@ def cache_hits() -> Iterator[list[str]]:
 def measure(cell: Cell, toy: bool, seconds: float, profile: bool) -> dict[str, Any]:
     """Runs a cell and returns its results."""
     made = training(cell.workload(toy), cell.settings())
-    step = jitted(cell, made)
+    step: Any = jax.jit(made.step, donate_argnums=0)
     with cell.settings().context():
         start = time.perf_counter()
         lowered = step.lower(*made.abstract())
@@ -70,7 +69,7 @@ def measure(cell: Cell, toy: bool, seconds: float, profile: bool) -> dict[str, A
         with cache_hits() as hits:
             compiled = lowered.compile()
         done = time.perf_counter()
-        carry, batch = initial(compiled, made)
+        carry, batch = jax.jit(made.init)(jax.random.key(0)), jax.jit(made.workload.batch)(jax.random.key(1))
 
     losses: list[jax.Array] = []
 
@@ -96,10 +95,9 @@ def measure(cell: Cell, toy: bool, seconds: float, profile: bool) -> dict[str, A
     }
     # The profiler copies donated arguments, for which memory may not suffice.
     if profile:
-        profiled = jitted(cell, made, like=compiled) if cell.options().auto_layout else step
         try:
             with cell.settings().context():
-                row["tensor_core_share"] = mpjax.profile(profiled, carry, batch, steps=3, carry=1).tensor_core_share
+                row["tensor_core_share"] = mpjax.profile(step, carry, batch, steps=3, carry=1).tensor_core_share
         except Exception as error:
             row["profile_error"] = shortened(error)
     return row

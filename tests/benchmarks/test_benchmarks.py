@@ -201,8 +201,8 @@ def test_dry_run_table_states_that_nothing_ran():
     assert hand_written("tf32") == ""
 
 
-def test_auto_layout_runs():
-    row = measure(Cell.parse("ncf", "flax_bfloat16+auto_layout"), toy=True, seconds=0.01, profile=True)
+def test_a_cell_is_measured():
+    row = measure(Cell.parse("ncf", "flax_bfloat16"), toy=True, seconds=0.01, profile=True)
     assert row["finite_loss"]
     assert "profile_error" not in row
 
@@ -298,12 +298,10 @@ def test_a_sharded_step_adds_one_reduction_of_predicates_and_gathers_nothing():
     steps = sharded_steps.compiled_steps(
         loss_scaling.init_params((16, 16, 16)), loss_scaling.loss_in("float16"), jnp.ones((8, 16)), jnp.ones((8, 16))
     )
-    plain = sharded_steps.collectives(steps["no loss scaling"][0])
-    assert {"all-gather", "all-reduce"} <= set(plain)
+    plain = sharded_steps.counted(steps["no loss scaling"][0])
+    assert {"all-gather float16", "all-reduce float32"} <= set(plain)
     for name in ("mpjax: apply_gradients", "mpjax: tx.update, apply_updates"):
-        found = sharded_steps.added(sharded_steps.collectives(steps[name][0]), plain)
-        assert set(found) == {"all-reduce"}, found
-        assert [set(types.split()) for types in found["all-reduce"]] == [{"pred[]"}]
+        assert set(sharded_steps.counted(steps[name][0]) - plain) == {"all-reduce bool"}
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="with several devices, XLA would gather what this saves")

@@ -9,7 +9,7 @@ from benchmarks.parity.family import Family
 
 FAMILIES = (
     *("resnet", "mobilenet", "bert", "transformer", "gnmt", "mlstm", "gpt", "ncf", "ssd", "mask_rcnn", "retinanet"),
-    *("unet", "gan", "deepspeech", "jasper", "tacotron", "waveglow", "rossmann", "sentiment", "diffusion", "graph"),
+    *("unet", "gan", "deepspeech", "jasper", "tacotron", "waveglow", "rossmann", "sentiment", "graph"),
     "ppo",
 )
 
