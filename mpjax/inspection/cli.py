@@ -315,7 +315,7 @@ def _parser() -> argparse.ArgumentParser:
     # `mpjax.__main__` runs it. It is added here only to appear in the list of commands.
     commands.add_parser("run", add_help=False, help="run a training script in mixed precision, unchanged")
     for tool in TOOLS:
-        about = {"help": tool.summary, "description": tool.summary, "epilog": _EPILOG, "formatter_class": plain}
+        about = {"help": tool.question, "description": tool.question, "epilog": _EPILOG, "formatter_class": plain}
         command = commands.add_parser(tool.name, parents=[shared], **about)
         for option in tool.options:
             command.add_argument(option.flag, help=option.help, **option.argparse)

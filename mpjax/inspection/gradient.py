@@ -206,16 +206,16 @@ class Trial:
         """The share of the FLOPs of matmuls and convolutions with half operands."""
         return half_share(self.sites)
 
-    def run(self, scale: float) -> tuple[Any, list[Any]]:
-        """The loss and the gradients, in the order of `names`, at a loss scale."""
+    def run(self, scale: float) -> list[Any]:
+        """The gradients, in the order of `names`, at a loss scale."""
         arrays = [widened(x) for x in self._program.arrays]
         arrays[self._scale] = np.float32(scale)
         outs, _ = self._evaluation.block(self._block, arrays)
-        return outs[len(self.names)], outs[: len(self.names)]
+        return outs[: len(self.names)]
 
     def error(self, scale: float, exact: Sequence[Any]) -> float:
         """The relative error of the gradients against the exact ones; inf if they are not finite."""
-        return relative_error(self.run(scale)[1], exact)
+        return relative_error(self.run(scale), exact)
 
 
 def _rounded(place: Site, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:

@@ -34,8 +34,7 @@ class Tool:
     Args:
         name: The name of the function, in `mpjax` and `mpjax.inspection`, and of the command.
         module: The module that defines it.
-        question: The question that it answers, for the documentation.
-        summary: One line for the command line's help.
+        question: The question that it answers, for the documentation and the command line's help.
         options: Keyword arguments of the function that the command line offers. With `CALL`, the command makes the
             arguments of the inspected function; without, the tool takes the function alone.
         classes: The result classes in `mpjax.inspection`.
@@ -44,7 +43,6 @@ class Tool:
     name: str
     module: str
     question: str
-    summary: str
     options: tuple[Option, ...]
     classes: tuple[str, ...] = ()
 
@@ -77,7 +75,6 @@ TOOLS = (
         "audit",
         "mpjax.inspection.audit.audit",
         "Is half precision really on? Which layer is not in half? What may go wrong there?",
-        "the precision of each operation, what keeps matmuls off Tensor Cores, and the operations that half may harm",
         (*CALL, _DEVICE, Option("--min-half", _SHARE, type=float, metavar="SHARE")),
         ("PrecisionReport",),
     ),
@@ -85,7 +82,6 @@ TOOLS = (
         "explain",
         "mpjax.inspection.explanation",
         "Why does autocast run this operation in this dtype?",
-        "the plan that autocast makes, and why",
         CALL,
         ("Explanation",),
     ),
@@ -93,7 +89,6 @@ TOOLS = (
         "numerics",
         "mpjax.inspection.numerics.numerics",
         "Does float16 lose my gradients? Which loss scale do I need?",
-        "ranges of activations and gradients of a loss function, and the loss scale to use",
         (*_LOSS, Option("--dtype", "the half dtype", default="float16", choices=("float16", "bfloat16"))),
         ("NumericsReport",),
     ),
@@ -101,7 +96,6 @@ TOOLS = (
         "layerwise_error",
         "mpjax.inspection.layerwise.layerwise",
         "Where do half results differ from float32?",
-        "the errors of a loss function in half against float32, by module",
         _LOSS,
         ("LayerwiseReport",),
     ),
@@ -109,7 +103,6 @@ TOOLS = (
         "search",
         "mpjax.inspection.search.search",
         "Which modules must stay in float32?",
-        "the modules that must stay in float32 to meet an error budget, as rules; exits with 1 if none do",
         (*_LOSS, Option("--budget", "the largest relative error of the gradients", type=float, default=0.01)),
         ("SearchReport",),
     ),
@@ -117,7 +110,6 @@ TOOLS = (
         "find_nonfinite",
         "mpjax.inspection.nonfinite.find_nonfinite",
         "Which operation produced the NaN?",
-        "the operation that produces the first inf or NaN; exits with 1 if there is one",
         CALL,
         ("NonFinite",),
     ),
@@ -125,7 +117,6 @@ TOOLS = (
         "profile",
         "mpjax.inspection.profile.profile",
         "Why is it not faster?",
-        "where the time of a step goes",
         (
             *CALL,
             Option("--steps", "number of steps to measure", type=int, default=10),
@@ -138,7 +129,6 @@ TOOLS = (
         "parity",
         "mpjax.inspection.parity.parity",
         "Does half precision hurt my training?",
-        "the results of training in half and in float32, over several seeds; exits with 1 if a policy is worse",
         (
             Option(
                 "--policies",

@@ -21,7 +21,7 @@ from mpjax.inspection.audit.communication import Collective, collectives_of_call
 from mpjax.inspection.audit.dataflow import Flow, Value, flow_of, residuals_of
 from mpjax.inspection.audit.matmuls import casts_of, findings_of, matmuls_of
 from mpjax.inspection.audit.report import PrecisionReport as PrecisionReport
-from mpjax.inspection.audit.risks import Risk, overflowing_casts, overflows_of, risks_of
+from mpjax.inspection.audit.risks import Risk, risks_of
 from mpjax.inspection.devices import device_of
 from mpjax.inspection.gradient import argument_names
 from mpjax.inspection.reports import reason, totals
@@ -75,7 +75,7 @@ def audit(
     kwargs = dict(kwargs or {})
     # An unknown device raises before the program is traced.
     tpu = device_of(device).is_tpu if device is not None else compat.platform() == "tpu"
-    with overflowing_casts() as lines, unscaled_updates() as scales:
+    with unscaled_updates() as scales:
         program = traced_call(fun, args, kwargs)
     owners = owners_of(program.jaxpr, argument_names(program, args, kwargs))
     sites = list(walk(program.jaxpr, owners=owners))
@@ -89,7 +89,7 @@ def audit(
         name=getattr(fun, "__name__", type(fun).__name__),
         matmuls=matmuls,
         findings=findings_of(matmuls, tpu),
-        risks=(*_unscaled(scales, sites), *overflows_of(lines), *risks_of(flow)),
+        risks=(*_unscaled(scales, sites), *risks_of(flow)),
         residuals=None if residuals is None else totals((v.aval.dtype.name, v.bytes) for v in residuals if v.bytes),
         scores=scores,
         casts=casts_of(sites),

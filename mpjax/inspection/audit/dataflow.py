@@ -189,54 +189,16 @@ _LARGEST = 2**22
 def known_values(flow: Flow) -> dict[Value, Known]:
     """The known bounds of each value of a program, including its sub-jaxprs."""
     known: dict[Value, Known] = {}
-    for value, size in index_sizes(flow).items():
-        known[value] = Known(0, size - 1, ids=True)
-    _forward(flow, known)
-    return known
 
-
-def index_sizes(flow: Flow) -> dict[Value, int]:
-    """The integers that index a table, and the table's length."""
-    sizes: dict[Value, int] = {}
-    for node in reversed(list(flow.all_nodes())):
-        if node.site.name == "gather":
-            collapsed = node.site.eqn.params["dimension_numbers"].start_index_map
-            table = node.reads[0].aval.shape
-            sizes[node.reads[1]] = max((table[d] for d in collapsed), default=0)
-        elif _computes_index(node) and (size := max(sizes.get(w, 0) for w in node.writes)):
-            # JAX compiles a negative index to a comparison, an addition and a selection.
-            for value in node.reads:
-                if value.constant is None and compat.is_shaped(value.aval) and value.aval.dtype.kind in "iu":
-                    sizes[value] = max(size, sizes.get(value, 0))
-    return sizes
-
-
-def _computes_index(node: Node) -> bool:
-    row = primitive(node.site.name)
-    return row.keeps_values or row.adds
-
-
-def _forward(flow: Flow, known: dict[Value, Known]) -> None:
     def of(value: Value) -> Known | None:
-        return known.get(value) or (_constant(value) if value.constant is not None else _of_dtype(value))
+        if value in known or value.constant is not None:
+            return known.get(value) or _constant(value)
+        return _TRUTHS if compat.is_shaped(value.aval) and value.aval.dtype == np.bool_ else None
 
-    for node in flow.nodes:
-        operands = [of(value) for value in node.reads]
-        for i, value in enumerate(node.writes):
-            if (result := _result(node, operands, i)) is not None:
-                known.setdefault(value, result)
-        for inner in node.inner:
-            if node.site.name == "scan":
-                _slices(node, inner, of, known)
-            _forward(inner, known)
-
-
-def _slices(node: Node, body: Flow, of: Callable[[Value], Known | None], known: dict[Value, Known]) -> None:
-    """Bounds the slices that each iteration of a scan reads. The bounds of a carry are unknown."""
-    (sub,) = sub_jaxprs(node.site.eqn)
-    for value, operand in zip(sub.split(body.inputs)[2], sub.split(node.reads)[2], strict=True):
-        if (found := of(operand)) is not None:
-            known.setdefault(value, found)
+    for node in flow.all_nodes():
+        if len(node.writes) == 1 and (found := _result(node, [of(value) for value in node.reads])):
+            known[node.writes[0]] = found
+    return known
 
 
 def _constant(value: Value) -> Known | None:
@@ -255,34 +217,13 @@ def _constant(value: Value) -> Known | None:
     return None if math.isnan(low) else Known(low, high)
 
 
-def _of_dtype(value: Value) -> Known | None:
-    """The bounds of bools and 8-bit integers, which their dtype limits."""
-    if not compat.is_shaped(value.aval) or value.aval.dtype.itemsize > 1 or value.aval.dtype.kind not in "biu":
-        return None
-    if value.aval.dtype == bool:
-        return _TRUTHS
-    limits = np.iinfo(value.aval.dtype)
-    return Known(limits.min, limits.max)
-
-
-def _result(node: Node, operands: Sequence[Known | None], index: int) -> Known | None:
+def _result(node: Node, operands: Sequence[Known | None]) -> Known | None:
     name, params, row = node.site.name, node.site.eqn.params, primitive(node.site.name)
     if name == "iota":
         return Known(0, params["shape"][params["dimension"]] - 1, ids=True)
-    if name in ("argmax", "argmin"):
-        return Known(0, math.prod(node.reads[0].aval.shape[d] for d in params["axes"]) - 1, ids=True)
-    if name == "clamp":
-        low, _, high = operands
-        return Known(low.low, high.high, _ids(operands)) if low and high else None
-    if row.keeps_values and name not in _ARITHMETIC:
-        if len(node.writes) == 1:
-            return _union([operands[i] for i in row.sources(len(operands))])
-        if len(operands) == len(node.writes):  # one result for each operand
-            return operands[index]
-        return operands[0] if row.moves else None
-    if name in _ARITHMETIC and None not in operands:
-        return _arithmetic(_ARITHMETIC[name], [operand for operand in operands if operand])
-    return None
+    if name in _ARITHMETIC:
+        return None if None in operands else _arithmetic(_ARITHMETIC[name], [x for x in operands if x])
+    return _union([operands[i] for i in row.sources(len(operands))]) if row.keeps_values else None
 
 
 def _union(operands: Sequence[Known | None]) -> Known | None:

@@ -314,7 +314,7 @@ class SpeedupBound:
 
     Args:
         device: The device's name.
-        float32: The least time of the float32 program, or its measured time.
+        float32: The least time of the float32 program.
         least: The least time of the program as written: its matmuls and convolutions at the peak rates.
         least_half: The least time with all of them in half.
         speedup: The largest speedup of the program as written over float32.
@@ -329,9 +329,7 @@ class SpeedupBound:
     limit: float
 
 
-def speedup_bound(
-    matmuls: Sequence[Matmul], devices: int, device: Device, float32_seconds: float | None = None
-) -> SpeedupBound:
+def speedup_bound(matmuls: Sequence[Matmul], devices: int, device: Device) -> SpeedupBound:
     """The speedup bound of a program's matmuls and convolutions, spread evenly over `devices`."""
     halves = totals((d, row.flops) for row in matmuls for d in row.dtypes if d in ("float16", "bfloat16"))
     half = max(halves, key=lambda dtype: halves[dtype], default="float16")
@@ -348,10 +346,7 @@ def speedup_bound(
     float32, now, in_half = least("float32"), least(), least(wide=half)
 
     def bound(seconds: float) -> float:
-        if float32_seconds is not None:
-            return float32_seconds / seconds if seconds else 1.0
         ratio = float32 / seconds if seconds else 1.0
         return max(ratio, _MEMORY) if ratio > 1 else 1.0
 
-    start = float32 if float32_seconds is None else float32_seconds
-    return SpeedupBound(device.name, start, now, in_half, bound(now), bound(in_half))
+    return SpeedupBound(device.name, float32, now, in_half, bound(now), bound(in_half))

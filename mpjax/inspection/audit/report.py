@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from mpjax._jaxpr.source import BACKWARD, FORWARD, RECOMPUTED
-from mpjax._tables import table
 from mpjax.inspection.audit.communication import Collective, communication_section
 from mpjax.inspection.audit.matmuls import MEANINGS as MATMUL_MEANINGS
 from mpjax.inspection.audit.matmuls import ON_TPU as TPU_MEANINGS
@@ -15,7 +14,7 @@ from mpjax.inspection.audit.matmuls import Finding, Matmul, SpeedupBound, speedu
 from mpjax.inspection.audit.risks import MEANINGS as RISK_MEANINGS
 from mpjax.inspection.audit.risks import Risk
 from mpjax.inspection.devices import DEVICES, device_of
-from mpjax.inspection.reports import WIDTH, Report, Section, added_up, amount, duration, folded, totals
+from mpjax.inspection.reports import Report, Section, added_up, amount, duration, folded, totals
 
 _PHASES = (FORWARD, RECOMPUTED, BACKWARD)
 _USUAL_DEVICES = 7  # data center GPUs; --all prints the rest of the table
@@ -99,28 +98,25 @@ class PrecisionReport(Report):
         total = sum(row.flops for row in self.matmuls)
         return sum(row.flops for row in self.matmuls if row.is_half) / total if total else 0.0
 
-    def speedup_bound(self, device: str, float32_seconds: float | None = None) -> SpeedupBound:
+    def speedup_bound(self, device: str) -> SpeedupBound:
         """Bounds the speedup of half over float32, from the FLOPs of matmuls and convolutions.
 
             least time = Σ FLOPs / peak FLOP/s of the dtype
             speedup   ≤ max(least time in float32 / least time as written, 2)    by Amdahl's law: matmuls gain at most
                                                                                  that, and memory traffic at most 2
-            speedup   ≤ float32_seconds / least time                             with a measured time: no program runs
-                                                                                 in less than its least time
 
         Without half there is no gain. A matmul that is not in half gets no faster.
 
         Args:
             device: One of `mpjax.inspection.devices.DEVICES`, a `device_kind` of JAX that names one, or three numbers,
                 `"2000,300,40"`: memory bandwidth in GB/s, TFLOP/s in half and TFLOP/s in float32.
-            float32_seconds: Measured time of the program in float32, in seconds; None to compare least times.
 
         Raises:
             ValueError: The device's peak rates are not known. The message lists the known devices.
 
         Source: Amdahl, 1967; peak rates from their makers.
         """
-        return speedup_bound(self.matmuls, self.devices, device_of(device), float32_seconds)
+        return speedup_bound(self.matmuls, self.devices, device_of(device))
 
     def assert_half(self, min_share: float = 0.99) -> None:
         """Fails unless matmuls and convolutions run in half. Meant for a project's tests.
@@ -137,18 +133,11 @@ class PrecisionReport(Report):
             return
         total = sum(row.flops for row in self.matmuls)
         offenders = sorted((row for row in self.matmuls if not row.is_half), key=lambda row: -row.flops)
-        cells = [
-            (
-                f"{row.flops / total:.1%}",
-                row.op,
-                f"{_shape(row.lhs)} · {_shape(row.rhs)}",
-                row.dtype,
-                row.module or "-",
-                row.source,
-            )
+        lines = [
+            f"{row.flops / total:6.1%}  {row.op} {_shape(row.lhs)} · {_shape(row.rhs)} in {row.dtype}, "
+            f"{row.module or '-'} {row.source}"
             for row in offenders
         ]
-        lines = table(("share", "op", "shapes", "dtype", "module", "line"), cells, {0}, WIDTH)
         raise AssertionError(
             f"{self.half_share:.2%} of the matmul and convolution FLOPs of {self.name} are in half, less than "
             f"{min_share:.2%}. Not in half:\n" + "\n".join(lines)

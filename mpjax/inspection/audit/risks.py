@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import os
-import traceback
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -144,7 +140,7 @@ def _constants(node: Node, known: dict[Value, Known]) -> Iterator[RiskySite]:
 
 def _cast(node: Node, known: dict[Value, Known]) -> Iterator[RiskySite]:
     source, target = node.reads[0], node.writes[0]
-    value, back = known.get(target), known.get(source)
+    value = known.get(target)
     if is_half(target) and value and not is_half(source):
         limits, dtype = compat.finfo(target.aval.dtype), target.aval.dtype.name
         if math.isfinite(value.largest) and value.largest > float(limits.max):
@@ -157,8 +153,6 @@ def _cast(node: Node, known: dict[Value, Known]) -> Iterator[RiskySite]:
             yield "epsilon", node.site, dtype, why
         else:
             yield from _inexact(node.site, target.aval.dtype, value)
-    elif is_half(source) and back is None and value and value.ids:
-        yield from _inexact(node.site, source.aval.dtype, value)
 
 
 def _inexact(site: Site, dtype: Any, value: Known) -> Iterator[RiskySite]:
@@ -253,42 +247,6 @@ def _updates(flow: Flow, known: dict[Value, Known]) -> Iterator[RiskySite]:
 def _digits(dtype: Any) -> int:
     """The bits of a dtype's significand, including the leading bit."""
     return int(compat.finfo(dtype).nmant) + 1
-
-
-@contextlib.contextmanager
-def overflowing_casts() -> Iterator[list[str]]:
-    """Collects the lines on which a number overflows in half while a function is traced.
-
-    In the trace, `jnp.full(shape, -1e9, jnp.float16)` is an infinite constant like `-jnp.inf`. NumPy warns only about
-    the first.
-    """
-    lines: list[str] = []
-    shown = warnings.showwarning
-
-    def note(message: Any, category: Any, *rest: Any, **named: Any) -> None:
-        if issubclass(category, RuntimeWarning) and "overflow encountered in cast" in str(message):
-            frames = [frame for frame in traceback.extract_stack() if not _of_libraries(frame.filename)]
-            lines.append(f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "")
-        else:
-            shown(message, category, *rest, **named)
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("always", "overflow encountered in cast", RuntimeWarning)
-        warnings.showwarning = note
-        yield lines
-
-
-_LIBRARIES = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (jax, np, contextlib))
-
-
-def _of_libraries(file: str) -> bool:
-    return file.startswith(_LIBRARIES) or os.sep + "mpjax" + os.sep in file
-
-
-def overflows_of(lines: Iterable[str]) -> tuple[Risk, ...]:
-    """The risks of the lines that `overflowing_casts` collected."""
-    why = "a constant is beyond half's range; jnp.finfo(dtype).min fits"
-    return tuple(Risk("overflow", "", line, "constant", "half", ("forward",), 1, why) for line in dict.fromkeys(lines))
 
 
 def _merged(found: Iterable[RiskySite]) -> tuple[Risk, ...]:

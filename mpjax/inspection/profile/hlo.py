@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
 
-from mpjax._jaxpr.primitives import MATMULS
 from mpjax._jaxpr.source import MARK, informative_frame, split_scopes
 
 Place = tuple[str, str]  # file and line
@@ -101,41 +98,6 @@ class HloModule:
         if chain or "source_file=" not in line.attributes:
             return chain
         return [(line.attribute(r'source_file="([^"]*)"'), line.attribute(r"source_line=(\d+)"))]
-
-    def readers(self, computation: str, line: Line, distance: int) -> Iterator[Line]:
-        """The direct and indirect consumers of a line, up to a distance and into fusions, nearest first."""
-        near, seen = [(computation, line)], {(computation, line.name)}
-        for _ in range(distance):
-            found = [x for at in near for x in self._direct_readers(*at) if x[1].opcode not in _ENDS]
-            near = [x for x in found if (x[0], x[1].name) not in seen]
-            seen.update((where, x.name) for where, x in near)
-            yield from (x for _, x in near)
-
-    def _direct_readers(self, computation: str, line: Line) -> Iterator[tuple[str, Line]]:
-        for name in self._readers[computation].get(line.name, ()):
-            reader = self.computations[computation][name]
-            if not reader.is_fusion or reader.called[0] not in self.computations:
-                yield computation, reader
-                continue
-            for parameter in self.computations[reader.called[0]].values():
-                if parameter.opcode == "parameter" and reader.operands[parameter.number] == line.name:
-                    yield reader.called[0], parameter
-
-    @functools.cached_property
-    def _readers(self) -> dict[str, dict[str, list[str]]]:
-        return {name: _readers(lines) for name, lines in self.computations.items()}
-
-
-# The search stops here: these connect almost everything.
-_ENDS = frozenset("tuple while conditional".split())
-
-
-def _readers(lines: Mapping[str, Line]) -> dict[str, list[str]]:
-    readers: dict[str, list[str]] = collections.defaultdict(list)
-    for line in lines.values():
-        for operand in dict.fromkeys(line.operands):
-            readers[operand].append(line.name)
-    return readers
 
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
@@ -229,7 +191,6 @@ _OPCODES = {
     OTHER: "sort scatter gather fft cholesky triangular-solve rng rng-bit-generator",
 }
 _KINDS = {opcode: kind for kind, opcodes in _OPCODES.items() for opcode in opcodes.split()}  # elementwise: all others
-_NEAR = 5  # The maximum distance to a named consumer; a step into a fusion counts.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,9 +269,7 @@ def _instruction(program: HloModule, computation: str, line: Line) -> Instructio
     kinds = [_own_kind(part) for part, _ in parts]
     # A fusion has the metadata of its last operation, but its matmul is more informative.
     matmul = next((part for part, kind in zip(parts, kinds, strict=True) if kind in ON_TENSOR_CORES), None)
-    named = next((part for part, _ in ([matmul] if matmul else []) + parts if part.op_name), None)
-    if named is None:
-        named = _named_by_readers(program, computation, line, bool(matmul)) or line
+    named = next((part for part, _ in ([matmul] if matmul else []) + parts if part.op_name), line)
     module = module_path(named.op_name)
     places = program.places(named)
     which = informative_frame([path for path, _ in places], in_layer=bool(module))
@@ -328,13 +287,6 @@ def _instruction(program: HloModule, computation: str, line: Line) -> Instructio
         triton="__triton" in line.attributes,
         differentiated="jvp(" in named.op_name,
     )
-
-
-def _named_by_readers(program: HloModule, computation: str, line: Line, matmul: bool) -> Line | None:
-    """The nearest named consumer. XLA's rewrites lose some names, such as those of convolutions' gradients."""
-    named = [reader for reader in program.readers(computation, line, _NEAR) if reader.op_name]
-    alike = [reader for reader in named if matmul and reader.op_name.rpartition("/")[2] in MATMULS]
-    return next(iter(alike or named), None)
 
 
 def _shapes(line: Line, siblings: Mapping[str, Line]) -> Iterator[str]:

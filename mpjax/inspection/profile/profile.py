@@ -90,13 +90,13 @@ def profile(
     stepper = Stepper(step, args, batches, carry, kwargs)
     if not stepper.warm_up():
         steps = min(steps, _STEPS_OF_RECOMPILATION)
-    timing = Timing(*stepper.timed(steps), stepper.compile_seconds)
+    timing = Timing(stepper.timed(steps), stepper.compile_seconds)
     whole = detailed = _record(stepper, steps)
     notes = list(stepper.notes())
     if not stepper.jitted and not stepper.why_not:
         stepper = stepper.under_jit()
         stepper.warm_up()
-        timing = timing._replace(compiled=stepper.timed(steps)[0])
+        timing = timing._replace(compiled=stepper.timed(steps))
         detailed = _record(stepper, steps)
     if detailed.hidden > _HIDDEN:
         try:
@@ -133,7 +133,6 @@ class Timing(NamedTuple):
     """Wall times in seconds, measured without the profiler: see `ProfileReport`."""
 
     step: float
-    alone: float
     compile: float
     compiled: float | None = None
 
@@ -207,7 +206,6 @@ def report_of(
         device=device,
         steps=whole.steps,
         step_seconds=timing.step,
-        alone_seconds=timing.alone,
         compile_seconds=timing.compile,
         compiled_seconds=timing.compiled,
         split=split,

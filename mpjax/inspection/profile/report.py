@@ -22,7 +22,6 @@ class ProfileReport(Report):
         device: Name of the device, as `NVIDIA H100 80GB HBM3` or `cpu`.
         steps: Number of measured steps.
         step_seconds: Wall time of a step in a running loop, without the profiler.
-        alone_seconds: Wall time of a single step, from fetching its batch to its results.
         compile_seconds: Time of tracing and compiling once.
         traced_seconds: Wall time of a step under the profiler. Shares and kernels refer to these steps.
         split: Seconds of a traced step on the device, in the input pipeline, in dispatch and in compilation.
@@ -40,7 +39,6 @@ class ProfileReport(Report):
     device: str
     steps: int
     step_seconds: float
-    alone_seconds: float
     compile_seconds: float
     split: Split
     kernels: tuple[Kernel, ...]
@@ -184,8 +182,7 @@ class ProfileReport(Report):
         parts += [("compilation", split.compilation)] if split.compilation else []
         rows = [(name, duration(seconds), f"{seconds / split.wall:.1%}") for name, seconds in parts]
         text = [
-            f"{duration(self.step_seconds)} a step in a loop, {duration(self.alone_seconds)} alone; compiled in "
-            f"{duration(self.compile_seconds)}",
+            f"{duration(self.step_seconds)} a step in a loop; compiled in {duration(self.compile_seconds)}",
             f"{duration(self.traced_seconds)} a step while traced, which the shares below refer to",
         ]
         if self.flops and self.flops_per_second:

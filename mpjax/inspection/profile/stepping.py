@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -114,8 +113,6 @@ def _first(texts: Sequence[str]) -> list[str]:
 
 
 _MANY_SHAPES = 5  # After this many recompiled steps in a row, every step is assumed to recompile.
-# Runs and seconds after which the timing of a single step stops: long steps vary little.
-_ALONE, _ENOUGH = 3, 1.0
 INPUT, DISPATCH, WAIT = "input", "dispatch", "wait"  # Names of the host's marks in traces.
 
 
@@ -222,8 +219,8 @@ class Stepper:
                 return True
         return False
 
-    def timed(self, steps: int) -> tuple[float, float]:
-        """The wall time of a step in a running loop, and of a single step; see `seconds_per_step`."""
+    def timed(self, steps: int) -> float:
+        """The wall time of a step in a running loop; see `seconds_per_step`."""
         programs = len(self._calls)
         times = seconds_per_step(self.run, steps, alike=not self.changed)
         if len(self._calls) > programs and not all(self.compiled):
@@ -322,11 +319,10 @@ class _Batches(Iterator[Any]):
 
 def seconds_per_step(
     run: Callable[[int], None], steps: int, clock: Callable[[], float] = time.perf_counter, alike: bool = True
-) -> tuple[float, float]:
-    """The wall time of a step in a running loop, and of a single step.
+) -> float:
+    """The wall time of a step in a running loop: that of n + 1 steps minus that of a single step, over n.
 
-    The first is the time of a loop of n + 1 steps minus that of a single step, over n. Both include filling the
-    pipeline and waiting for the last step, so the difference cancels them.
+    Both include filling the pipeline and waiting for the last step, so the difference cancels them.
 
     Args:
         run: Runs the given number of steps and waits for them.
@@ -334,21 +330,15 @@ def seconds_per_step(
         clock: Returns the time in seconds.
         alike: Whether all steps run the same program. Otherwise the time to fill the pipeline can't be separated.
     """
-
-    def timed(n: int) -> float:
-        start = clock()
+    times = [clock()]
+    for n in (1, steps + 1):
         run(n)
-        return clock() - start
-
-    alones = [timed(1)]
-    while len(alones) < _ALONE and sum(alones) < _ENOUGH:
-        alones.append(timed(1))
-    alone = statistics.median(alones)
-    # With noise, a short loop may seem shorter than a single step. The second term of `max` is then the lower limit.
-    whole = timed(steps + 1)
+        times.append(clock())
+    alone, whole = times[1] - times[0], times[2] - times[1]
     if not alike:
-        return whole / (steps + 1), alone
-    return max(whole - alone, whole * steps / (steps + 1) ** 2) / steps, alone
+        return whole / (steps + 1)
+    # With noise, a short loop may seem shorter than a single step. The second term of `max` is then the lower limit.
+    return max(whole - alone, whole * steps / (steps + 1) ** 2) / steps
 
 
 def _signature(tree: Any) -> tuple[Any, ...]:

@@ -150,8 +150,6 @@ def _share(error: float | None) -> str:
     return percent(error) if error else "0.00%"
 
 
-LossAndGradients = tuple[Any, Mapping[str, Any]]  # the loss, and the gradients by tree path
-Metric = Callable[[LossAndGradients, LossAndGradients], Any]
 # The start of `dynamic_loss_scale`, and here the factor of each backoff and the smallest scale.
 _FIRST_SCALE, _BACKOFF, _LAST_SCALE = 2.0**15, 2.0**5, 1.0
 _MOST_PASSES = 13  # each traces and runs the gradient once: about half of the time of compiling it
@@ -160,7 +158,6 @@ _MOST_PASSES = 13  # each traces and runs the gradient once: about half of the t
 def search(
     fun: Callable[..., Any],
     *args: Any,
-    metric: Metric | None = None,
     budget: float = 0.01,
     policy: Any = "mixed_float16",
     loss_scale: float | None = None,
@@ -184,10 +181,7 @@ def search(
         fun: The loss function in float32. If it is an `autocast` function (`jax.jit` of one included), the search
             starts from its policy and rules.
         args: Its arguments: arrays and trees of arrays.
-        metric: `metric(found, expected)`, the error of a run in half against float32. Both arguments are
-            `(loss, gradients)`, with the gradients in a dictionary by tree path. None for the relative error of all
-            gradients together, ‖half − float32‖ / ‖float32‖.
-        budget: The largest allowed error.
+        budget: The largest allowed error of all gradients together, ‖half − float32‖ / ‖float32‖.
         policy: The policy under which autocast runs `fun`, unless `fun` is an `autocast` function.
         loss_scale: The loss scale. None for one that starts at 2¹⁵ and backs off until the gradients are finite, as
             `dynamic_loss_scale` does (bfloat16: 1).
@@ -221,7 +215,7 @@ def search(
     if half.compute_dtype not in HALF_DTYPES:
         raise ValueError(f"search: the policy {policy!r} computes in {half.compute_dtype}; give one that is half.")
     loss = Loss(cast.fun, argnums, has_aux, kwargs)
-    passes = _Passes(loss, half, cast.rules or Rules(), args, metric or _gradient_error, loss_scale)
+    passes = _Passes(loss, half, cast.rules or Rules(), args, loss_scale)
     return _searched(passes, budget, str(policy), getattr(fun, "__name__", type(fun).__name__))
 
 
@@ -231,7 +225,7 @@ def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchR
     ranked: Mapping[str, float | None] = dict.fromkeys(flops)
     kept: tuple[str, ...] = ()
     needed = True
-    finite = all(np.isfinite(np.asarray(x)).all() for x in passes.expected[1].values())
+    finite = all(np.isfinite(np.asarray(x)).all() for x in passes.expected)
     if finite and not before <= budget:
         ranked = passes.ranked()
         kept, needed = _smallest(passes, [*ranked], budget)
@@ -322,10 +316,8 @@ def is_covered(module: str, kept: Iterable[str]) -> bool:
 class _Passes:
     """Runs the gradient with some modules in float32, and counts the runs."""
 
-    def __init__(
-        self, loss: Loss, policy: Any, rules: Rules, args: tuple[Any, ...], metric: Metric, loss_scale: float | None
-    ):
-        self.loss, self.policy, self.args, self.metric = loss, policy, args, metric
+    def __init__(self, loss: Loss, policy: Any, rules: Rules, args: tuple[Any, ...], loss_scale: float | None):
+        self.loss, self.policy, self.args = loss, policy, args
         self.count = 0
         self._rules = rules
         self._errors, self._shares = dict[frozenset[str], float](), dict[frozenset[str], float]()
@@ -381,8 +373,7 @@ class _Passes:
             return Trial("search", self.loss.under(self.policy, self.rules(kept)).with_named_modules(), self.args)
 
     def _error(self, trial: Trial) -> float:
-        error = float(self.metric(self._run(trial), self.expected))
-        return math.inf if math.isnan(error) else error
+        return relative_error(self._run(trial), self.expected)
 
     def ranked(self) -> dict[str, float]:
         """The modules with operations in half and their own errors, largest first; takes one pass."""
@@ -404,15 +395,15 @@ class _Passes:
         """FLOPs by module, forward and backward."""
         return totals((site.path, site.flops) for site in self.sites if site.path)
 
-    def _run(self, trial: Trial) -> LossAndGradients:
-        """Loss and gradients at the first loss scale with finite gradients."""
+    def _run(self, trial: Trial) -> list[Any]:
+        """The gradients at the first loss scale at which they are finite."""
         self.count += 1
         for scale in self._scales:
-            value, grads = trial.run(scale)
+            grads = trial.run(scale)
             if all(np.isfinite(x).all() for x in grads):
                 break
         self._scale = float(scale)
-        return value, dict(zip(trial.names, grads, strict=True))
+        return grads
 
 
 def _backing_off(scale: float) -> list[float]:
@@ -420,8 +411,3 @@ def _backing_off(scale: float) -> list[float]:
     while scales[-1] > _LAST_SCALE:
         scales.append(max(scales[-1] / _BACKOFF, _LAST_SCALE))
     return scales
-
-
-def _gradient_error(found: LossAndGradients, expected: LossAndGradients) -> float:
-    """‖half − float32‖ / ‖float32‖ of all gradients together."""
-    return relative_error((found[1][name] for name in expected[1]), expected[1].values())

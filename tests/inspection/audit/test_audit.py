@@ -231,8 +231,7 @@ FAULTS = {
     "epsilon of a root": (lambda x: (x @ x) * jax.lax.rsqrt(x + 1e-8), (X,), ["epsilon"]),
     "epsilon of a quotient": (lambda x: (x @ x) / (jnp.sqrt(x) + 1e-8), (X,), ["epsilon"]),
     "cast epsilon": (lambda x: (x @ x) / (x + jnp.float32(1e-8).astype(F16)), (X,), ["epsilon"]),
-    "ids in the batch": (lambda t, i: t[i.astype(jnp.int32)] @ t.T, (TABLE, shape(256)), ["ids"]),
-    "ids beside": (lambda t, i: (t[i] @ t.T, i.astype(F16)), (TABLE, IDS), ["ids"]),
+    "rounded ids": (lambda t, i: t[i.astype(F16).astype(jnp.int32)] @ t.T, (TABLE, IDS), ["ids"]),
     "compared ids": (lambda x, i: (x @ x) * (i.astype(F16) == 3).astype(F16), (X, IDS), ["ids"]),
     "positions": (lambda x: (x @ x) * jnp.arange(4096).astype(F16)[:256], (X,), ["ids"]),
     "positions in bfloat16": (
@@ -250,7 +249,6 @@ FINE = {
     "epsilon that half holds": (lambda x: (x @ x) * jax.lax.rsqrt(x + 1e-5), (X,), []),
     "root of a relu": (lambda x: jnp.sqrt(jax.nn.relu(x @ x)), (X,), []),
     "Python's sum": (lambda x: (x @ x) / sum([x, x]), (X,), []),
-    "few ids": (lambda t, i: (t[i] @ t.T, i.astype(F16)), (shape(2048, 256), IDS), []),
     "pixels": (lambda x, i: (i.astype(F16) / 255) @ x, (X, shape(256, 256, dtype=jnp.uint8)), []),
     "waves of positions": (lambda x: (x @ x) * jnp.sin(0.1 * jnp.arange(4096.0))[:256].astype(F16), (X,), []),
     "counts": (lambda x, i: (x @ x) * i.astype(F16), (X, IDS), []),
@@ -353,8 +351,6 @@ def test_no_program_beats_its_matmuls_at_the_peak_rates():
     assert in_half.least == in_float32.least_half == pytest.approx(2 * n**3 / 125e12)
     assert in_half.speedup == in_float32.limit == pytest.approx(125 / 15.7)
     assert in_float32.speedup == 1
-    measured = mpjax.audit(lambda x: x @ x, half).speedup_bound("V100", float32_seconds=1.0)
-    assert measured.speedup == pytest.approx(1 / in_half.least)
     assert mpjax.audit(lambda x: x @ x, half).speedup_bound("L4").speedup == pytest.approx(121 / 60), "of memory: 2"
 
 

@@ -92,7 +92,7 @@ for mark, metadata in {
     "@backward": '{op_name="jit(step)/transpose(jvp(Net))/Dense_0/dot_general" stack_frame_id=2}',
 }.items():
     HLO = HLO.replace(mark, metadata)
-TIMING = Timing(step=100e-6, alone=120e-6, compile=1.0)
+TIMING = Timing(step=100e-6, compile=1.0)
 
 
 def instructions(text):
@@ -169,11 +169,6 @@ def test_where_no_scope_names_a_module_the_line_that_calls_the_layer_does():
     scoped, plain = (instructions(text)["custom-call.2"] for text in (HLO, HLO.replace("jvp(Net))/Dense_0", "jvp())")))
     assert (scoped.module, scoped.source) == ("Net/Dense_0", "linear.py:700")
     assert (plain.module, plain.source) == ("", "train.py:12")
-
-
-def test_a_kernel_whose_name_xla_lost_goes_by_what_reads_it():
-    nameless = HLO.replace('op_name="jit(step)/jvp(Net)/Dense_0/convert_element_type" ', "")
-    assert instructions(nameless)["loop_convert_fusion"].module == "Net/Dense_0"
 
 
 @pytest.fixture(scope="module")
@@ -322,7 +317,7 @@ def test_filling_the_pipeline_is_not_a_part_of_the_step():
     def run(steps):  # 5 s for the first batch, which nothing hides, then 2 s a step
         now[0] += 5 + 2 * steps
 
-    assert seconds_per_step(run, 10, lambda: now[0]) == (2.0, 7.0)
+    assert seconds_per_step(run, 10, lambda: now[0]) == 2.0
 
 
 class Net(nn.Module):
