@@ -19,13 +19,14 @@ from mpjax._jaxpr.program import owners_of
 from mpjax._jaxpr.source import MARK, traceback_line
 from mpjax.casting import derivative_rules, warnings
 from mpjax.casting.attention import prepare
+from mpjax.casting.attention.kernel import attention_trial
 from mpjax.casting.classify import Region, Setting, tracked
 from mpjax.casting.float8 import Float8, Float8Setting
 from mpjax.casting.higher_order import HIGHER_ORDER
 from mpjax.casting.infer import plan_jaxpr
 from mpjax.casting.lattice import FULL, PARAMETER, TRACED
 from mpjax.casting.plan import Plan
-from mpjax.casting.regions import attention_trial, disabled, planning, scopes_of_modules
+from mpjax.casting.regions import disabled, planning, scopes_of_modules
 from mpjax.casting.rewrite import array_for, run_closed, values_of
 from mpjax.casting.rules import Rules, is_pattern
 from mpjax.casting.uses import RESULT, Use
@@ -165,7 +166,8 @@ def setting_of(policy: Policy, rules: Rules | None) -> Setting | None:
     if policy.reduce_dtype == policy.compute_dtype:  # A sum across devices has the dtype of its operand.
         rules = dataclasses.replace(rules, weight_gradients="half")
     float8 = _float8_setting(rules, policy)
-    rules = dataclasses.replace(rules, attention=attention_trial.value or rules.attention)
+    if attention_trial.value is not None:
+        rules = dataclasses.replace(rules, attention=attention_trial.value.attention)
     rules = _with_overrides(rules, policy).with_environment()
     recompute, plans_rules = rules.residuals != "full", bool(rules.entries)
     return Setting(

@@ -25,7 +25,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # Both are part of jit's cache key, because they change what is traced.
 disabled = jax.make_user_context(False)  # whether the code is in `autocast_disabled`
-attention_trial = jax.make_user_context("")  # `Rules(attention=...)` of every autocast, while an inspection tries it
 planning = jax.make_user_context("")  # the half dtype of the autocast that traces the code to plan it, if one does
 
 

@@ -26,6 +26,23 @@ ATTENTION = jax.extend.core.Primitive("fused_attention")
 _LEAST = {"bfloat16": -(2.0**41), "float16": -(2.0**14)}
 
 
+@dataclasses.dataclass(eq=False)
+class Trial:
+    """An inspection's trial of fused attention in every autocast.
+
+    Args:
+        attention: The value of `Rules(attention=...)`.
+        scores: The numbers of scores of the attentions that are fused.
+    """
+
+    attention: str
+    scores: set[int] = dataclasses.field(default_factory=set)
+
+
+# Part of jit's cache key: each trial traces its program again.
+attention_trial: Any = jax.make_user_context(None)
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The parameters of a fused attention of q, k, v, biases and masks.
@@ -69,6 +86,8 @@ class Options:
 
     def __call__(self, *arrays: Any) -> Any:
         """The attention of q, k, v in half; biases in float32 and masks of booleans."""
+        if attention_trial.value is not None:
+            attention_trial.value.scores.add(self.scores)
         count = 3 + len(self.factors)
         q, k, v = (layout(x) for layout, x in zip(self.ins[:3], arrays[:3], strict=True))
         masks = [

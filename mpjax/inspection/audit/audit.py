@@ -15,8 +15,8 @@ from mpjax._jaxpr import compat
 from mpjax._jaxpr.interpreter import is_float
 from mpjax._jaxpr.program import Site, not_entered, owners_of, walk
 from mpjax._jaxpr.source import BACKWARD, FORWARD
+from mpjax.casting.attention.kernel import Trial, attention_trial
 from mpjax.casting.autocast import TracedCall, traced_call
-from mpjax.casting.regions import attention_trial
 from mpjax.inspection.audit.communication import Collective, collectives_of_call, device_count
 from mpjax.inspection.audit.dataflow import Flow, Value, flow_of, residuals_of
 from mpjax.inspection.audit.matmuls import casts_of, findings_of, matmuls_of
@@ -143,13 +143,17 @@ def _scores(fun: Callable[..., Any], args: Any, kwargs: Any, residuals: list[Val
     """Residual bytes that fused attention does not keep: the call is traced again with it."""
     if not residuals or not {"exp", "dot_general"} <= {site.name for site in sites}:
         return 0
-    with attention_trial("fused" if compat.platform() in ("cuda", "gpu") else "xla"), warnings.catch_warnings():
+    trial = Trial("fused" if compat.platform() in ("cuda", "gpu") else "xla")
+    with attention_trial(trial), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The first trace has warned.
         program = traced_call(fun, args, kwargs)
     owners = owners_of(program.jaxpr, argument_names(program, args, kwargs))
     fused, _ = _residuals(program, flow_of(program.jaxpr, owners), list(walk(program.jaxpr, owners=owners)))
-    # By size: fused attention keeps other copies of queries, keys and values, in another order of axes.
-    kept, needed = (collections.Counter(value.bytes for value in values) for values in (residuals, fused or residuals))
+    # Arrays with an element for each score of an attention that is fused, for all layers of a scan or all devices.
+    kept, needed = (
+        collections.Counter(v.bytes for v in values if any(v.aval.size % count == 0 for count in trial.scores))
+        for values in (residuals, fused or residuals)
+    )
     return sum((kept - needed).elements())
 
 

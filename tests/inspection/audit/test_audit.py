@@ -439,3 +439,14 @@ def test_the_advice_on_attention_removes_the_scores(wrap):
     kept = f"scores: 65.5 kB of {sum(as_written.residuals.values()) / 1e3:.1f} kB; Rules(attention='fused') stores none"
     assert kept in str(as_written)
     assert "scores:" not in str(fused)
+
+
+@pytest.mark.standard_promotion
+def test_repeated_keys_and_values_are_no_scores():
+    def grouped(q, k, v):  # fused attention keeps no repeats, which have another size than the scores
+        return attention(q, jnp.repeat(k, 4, 2), jnp.repeat(v, 4, 2))
+
+    q, k = (jax.ShapeDtypeStruct((2, 64, heads, 16), jnp.float32) for heads in (4, 1))
+    for _ in range(2):  # the second trial does not find the first one's trace
+        audited = mpjax.audit(jax.jit(jax.grad(mpjax.autocast(grouped, "mixed_bfloat16"))), q, k, k)
+        assert audited.scores == 2 * 4 * 64 * 64 * 2
