@@ -1,13 +1,14 @@
 """Planted wrong implementations of loss scaling and modules: `python -m benchmarks.mutations`.
 
-Each is run on the numbered training programs of the tests until one of them fails. A wrong implementation that none
-of them catches is a gap in what they draw, and the exit status is 1.
+Each is run on the numbered training programs of the tests that name what it breaks, until one of them fails. A wrong
+implementation that none of them catches is a gap in what they draw, and the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import os
 import sys
@@ -19,19 +20,24 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2 --x
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import mpjax
 from mpjax.loss_scale import replicas, transformation, trees
 from mpjax.loss_scale.cotangents import unscale_by
 from mpjax.modules import layers
+from mpjax.optimizer_state import blockwise, rounding
 from testing.random_training import Rejected, check, numbered_case
 
-Plant = Callable[[], Any]
 
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """A wrong implementation: it replaces `target`, which only programs with this text in their source use."""
 
-def _replaced(target: str, wrong: Any) -> Plant:
-    return lambda: mock.patch(target, wrong)
+    target: str
+    wrong: Any
+    used_by: str = ""
 
 
 def _counted(name: str, value: Any, which: str, wrong: Callable[[int], int], right: Any = transformation._count) -> int:
@@ -65,49 +71,81 @@ def _rounded_at_entry(model: Any, policy: Any, right: Any = mpjax.with_policy) -
     return model
 
 
-MUTATIONS: dict[str, Plant] = {
-    "what scale_loss closes over keeps the scale": _replaced(
+def _biased(x: jax.Array, dtype: Any, bits: jax.Array, right: Any = rounding.round_stochastically) -> jax.Array:
+    return right(x, dtype, bits | np.uint32(0x80008000))
+
+
+def _signed_only(x: jax.Array, block_size: int, right: Any = blockwise.block_scales) -> jax.Array:
+    return jnp.abs(right(x, block_size))
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "what scale_loss closes over keeps the scale": Mutation(
         "mpjax.loss_scale.boundary.closed", lambda caller, fun, arrays: (lambda given: fun(*given), [])
     ),
-    "gradients are divided by twice the scale": _replaced(
+    "gradients are divided by twice the scale": Mutation(
         "mpjax.loss_scale.transformation.unscale_by", lambda grads, scale: unscale_by(grads, 2 * scale)
     ),
-    "an overflow is taken": _replaced(
+    "an overflow is taken": Mutation(
         "mpjax.loss_scale.transformation.all_finite", lambda *args: jnp.ones((), jnp.bool_)
     ),
-    "a loss that is not finite is taken": _replaced("mpjax.loss_scale.transformation.all_finite", _loss_ignored),
-    "the scale grows a step late": _replaced(
+    "a loss that is not finite is taken": Mutation("mpjax.loss_scale.transformation.all_finite", _loss_ignored),
+    "the scale grows a step late": Mutation(
         "mpjax.loss_scale.transformation._count",
         functools.partial(_counted, which="growth_interval", wrong=lambda count: min(count + 1, 2**31 - 1)),
+        "growth_interval=",
     ),
-    "hysteresis is ignored": _replaced(
+    "hysteresis is ignored": Mutation(
         "mpjax.loss_scale.transformation._count",
         functools.partial(_counted, which="hysteresis", wrong=lambda count: 1),
+        "hysteresis=",
     ),
-    "a skipped step advances the inner state": _replaced("mpjax.loss_scale.transformation.cast_like", _advanced),
-    "derivative rules see scaled cotangents": _replaced("mpjax.true_cotangents", lambda fun, state: fun),
-    "a skipped step changes statistics": _replaced("mpjax.keep_if_finite", lambda state, new, old: new),
-    "restore_if_skipped restores nothing": _replaced(
-        "mpjax.restore_if_skipped", lambda *args: contextlib.nullcontext()
+    "a skipped step advances the inner state": Mutation("mpjax.loss_scale.transformation.cast_like", _advanced),
+    "derivative rules see scaled cotangents": Mutation(
+        "mpjax.true_cotangents", lambda fun, state: fun, "true_cotangents"
     ),
-    "masters are rounded": _replaced(
+    "a skipped step changes statistics": Mutation("mpjax.keep_if_finite", lambda state, new, old: new),
+    "restore_if_skipped restores nothing": Mutation(
+        "mpjax.restore_if_skipped", lambda *args: contextlib.nullcontext(), "restore_if_skipped"
+    ),
+    "masters are rounded": Mutation(
         "mpjax.optimizer_state.masters._masters",
         lambda params, full: jax.tree.map(
             lambda p, f: f.astype(p.dtype).astype(f.dtype) if p.dtype != f.dtype else optax.MaskedNode(), params, full
         ),
+        "master_weights",
     ),
-    "the results of a Flax model are rounded": lambda: mock.patch.multiple("mpjax.modules.linen", cast=_narrowed),
-    "the results of an NNX model are rounded": lambda: mock.patch.multiple("mpjax.modules.nnx", cast=_narrowed),
-    "the arguments of a Flax model are rounded": _replaced("mpjax.with_policy", _rounded_at_entry),
+    "Kahan summation loses its compensation": Mutation(
+        "mpjax.optimizer_state.half_params._compensation",
+        lambda params, *args: jax.tree.map(
+            lambda p: jnp.zeros_like(p) if p.dtype != jnp.float32 else optax.MaskedNode(), params
+        ),
+        "kahan",
+    ),
+    "stochastic rounding rounds up too often": Mutation(
+        "mpjax.optimizer_state.half_params.round_stochastically", _biased, "stochastic_rounding"
+    ),
+    "moments in bfloat16 are rounded up too often": Mutation(
+        "mpjax.optimizer_state.low_bit.round_stochastically", _biased, "low_bit_state"
+    ),
+    "second moments are stored as if they had signs": Mutation(
+        "mpjax.optimizer_state.blockwise.block_scales", _signed_only, "low_bit_state"
+    ),
+    "the results of a Flax model are rounded": Mutation("mpjax.modules.linen.cast", _narrowed, "nn.Module"),
+    "the results of an NNX model are rounded": Mutation("mpjax.modules.nnx.cast", _narrowed, "nnx.Module"),
+    "the arguments of a Flax model are rounded": Mutation("mpjax.with_policy", _rounded_at_entry, "with_policy"),
 }
 
 
-def first_catch(plant: Plant, numbers: range) -> tuple[int, str] | None:
+def first_catch(mutation: Mutation, numbers: range) -> tuple[int, str] | None:
     """The first program that fails with a wrong implementation, and how; None if none does."""
-    with plant():
+    with mock.patch(mutation.target, mutation.wrong):
         for number in numbers:
+            case = numbered_case(number)
+            if mutation.used_by not in case.source:
+                continue
             try:
-                check(numbered_case(number))
+                check(case)
             except Rejected:
                 continue
             except Exception as failure:
@@ -121,10 +159,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="text in the names of the mutations that run")
     args = parser.parse_args()
     missed = []
-    for name, plant in MUTATIONS.items():
+    for name, mutation in MUTATIONS.items():
         if args.only in name:
             jax.clear_caches()  # of programs that were traced with another mutation
-            found = first_catch(plant, range(args.examples))
+            found = first_catch(mutation, range(args.examples))
             print(f"{name}: {'missed' if found is None else f'program {found[0]}: {found[1]}'}", flush=True)
             missed += [name] * (found is None)
     sys.exit(f"missed: {', '.join(missed)}" if missed else 0)

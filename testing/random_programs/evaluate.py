@@ -686,6 +686,8 @@ _RULES: dict[str, Callable[..., Any]] = {
 _RULES.update(
     {
         "dot_general": _dot_general,
+        "detached": lambda eqn, half, *operand: half,
+        "matmul_result": lambda eqn, out, *operands: out,
         "float8_scale": _float8_scale,
         "float8_quantise": _float8_quantise,
         "float8_rescale": lambda eqn, x, scale: x * scale,

@@ -20,16 +20,9 @@ from flax.training.train_state import TrainState
 from jax import lax
 
 import mpjax
+from testing.random_training.half_state import is_half, kahan, low_bit_state, stochastic_rounding, wide
 
 Function = Callable[..., Any]
-
-
-def _is_half(x: Any) -> bool:
-    return getattr(x, "dtype", None) in (jnp.float16, jnp.bfloat16)
-
-
-def _wide(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(jnp.float32) if _is_half(x) else x, tree)
 
 
 def _like(tree: Any, original: Any) -> Any:
@@ -65,7 +58,7 @@ def value_and_grad(
                 own[i] = eqx.combine(_like(jax.tree.map(node, part), old), static)
             return fun(*own, **kwargs)
 
-        found, grads = jax.value_and_grad(at, has_aux=has_aux)([_wide(part) for part, _ in parts])
+        found, grads = jax.value_and_grad(at, has_aux=has_aux)([wide(part) for part, _ in parts])
         return found, grads[0] if isinstance(argnums, int) else tuple(grads)
 
     return call
@@ -205,21 +198,21 @@ def master_weights(inner: Any, policy: Any = "O2") -> Any:
     if not jnp.finfo(mpjax.get_policy(policy).param_dtype).bits < 32:
         return inner
     inner = optax.with_extra_args_support(inner)
-    masked = lambda params, full: jax.tree.map(lambda p, f: f if _is_half(p) else optax.MaskedNode(), params, full)
+    masked = lambda params, full: jax.tree.map(lambda p, f: f if is_half(p) else optax.MaskedNode(), params, full)
     is_masked = lambda x: isinstance(x, optax.MaskedNode)
 
     def full_of(params: Any, master: Any) -> Any:
         return jax.tree.map(lambda p, m: p if is_masked(m) else m, params, master)
 
     def init(params: Any) -> Any:
-        return mpjax.MasterWeightsState(masked(params, _wide(params)), inner.init(_wide(params)))
+        return mpjax.MasterWeightsState(masked(params, wide(params)), inner.init(wide(params)))
 
     def update(grads: Any, state: Any, params: Any, **extra: Any) -> Any:
         full = full_of(params, state.master)
-        updates, inner_state = inner.update(_wide(grads), state.inner_state, full, **extra)
+        updates, inner_state = inner.update(wide(grads), state.inner_state, full, **extra)
         target = optax.apply_updates(full, updates)
         deltas = jax.tree.map(
-            lambda p, t, u: t.astype(p.dtype).astype(jnp.float32) - p.astype(jnp.float32) if _is_half(p) else u,
+            lambda p, t, u: t.astype(p.dtype).astype(jnp.float32) - p.astype(jnp.float32) if is_half(p) else u,
             params,
             target,
             updates,
@@ -250,10 +243,9 @@ PLAIN: dict[str, Any] = {
     "restore_if_skipped": restore_if_skipped,
     "apply_gradients": apply_gradients,
     "master_weights": master_weights,
-    # These do not depend on the scale. `properties` checks what they keep.
-    "stochastic_rounding": mpjax.stochastic_rounding,
-    "kahan": mpjax.kahan,
-    "low_bit_state": mpjax.low_bit_state,
+    "stochastic_rounding": stochastic_rounding,
+    "kahan": kahan,
+    "low_bit_state": low_bit_state,
 }
 
 # With `jax.jit` where mpjax traces a function to find what it closes over.

@@ -1,5 +1,7 @@
 """The oracle of random training programs catches each wrong way to scale, to skip and to cast."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 
 import mpjax
+from benchmarks.mutations import MUTATIONS
 from testing.random_training import Case, Failure, Rejected, check, numbered_case, shrink
 from testing.random_training.models import Model
 from testing.random_training.properties import _close
@@ -81,6 +84,27 @@ def test_each_wrong_implementation_is_caught(monkeypatch, name, wrong, case):
     assert check(case) == "bitwise"
     monkeypatch.setattr(mpjax, name, wrong)
     with pytest.raises(Failure):
+        check(case)
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("Kahan summation loses its compensation", "kahan(optax.adam(1e-2))"),
+        ("stochastic rounding rounds up too often", "stochastic_rounding(optax.adam(1e-2))"),
+        ("moments in bfloat16 are rounded up too often", "low_bit_state(optax.adam(1e-2), 'bfloat16', min_size=1)"),
+        ("second moments are stored as if they had signs", "low_bit_state(optax.adam(1e-2), 'int8', min_size=1)"),
+        ("second moments are stored as if they had signs", "low_bit_state(optax.adam(1e-2), 'float8', min_size=1)"),
+    ],
+)
+def test_a_wrong_rounding_of_params_and_moments_is_caught(name, optimizer):
+    half = "low_bit" not in optimizer
+    scaled = f"mpjax.dynamic_loss_scale(mpjax.{optimizer}<options>)"
+    case = Case(TREE, optimizer=scaled, half_params=half, events=("", "spike", ""))
+    assert check(case) == "bitwise"
+    wrong = MUTATIONS[name]
+    jax.clear_caches()  # of the right encoding
+    with mock.patch(wrong.target, wrong.wrong), pytest.raises(Failure):
         check(case)
 
 
