@@ -278,6 +278,13 @@ def doubled(x):
 
 doubled.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
 
+
+def keyed_by_norms(q, k, v):
+    """Attention by distances, whose bias is larger than the scores."""
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) - 4 * (k * k).sum(-1).swapaxes(1, 2)[:, :, None]
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+
+
 REFUSED = {
     "dropout": (keyed(after=dropout), "dropout on its probabilities"),
     "soft cap": (keyed(lambda x: jnp.tanh(x / 50) * 50), "capped"),
@@ -297,6 +304,7 @@ REFUSED = {
     "scores as their own bias": (keyed(lambda x: x + x), "its scores are read by its mask or bias too"),
     "a mask that a scale makes weak": (keyed(lambda x: jnp.where(causal(), x, -1e5) * 1e-4), "below every float16"),
     "a mask that a scale makes strong": (keyed(lambda x: jnp.where(causal(), x, -1) * 1e5), "below every float16"),
+    "bias from keys": (keyed_by_norms, "its bias is a float32 result"),
     "temperature": (keyed(lambda x: x * jnp.abs(x).mean()), "one constant number"),
 }
 

@@ -101,6 +101,11 @@ class Flow:
             return []
         return None if v not in self._closed else self._before([v])
 
+    def ancestors(self, ends: list[Any]) -> set[Any]:
+        """The variables on which some depend, with these, without those that depend on no input."""
+        found = {*ends, *(v for eqn in self._before(ends) for v in variables(eqn.invars))}
+        return found - self._closed
+
     def between(self, start: Any, end: Any) -> list[Any]:
         """The equations by which a variable depends on another, in order."""
         after, found = {start}, []

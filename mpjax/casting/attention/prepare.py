@@ -19,7 +19,7 @@ from mpjax._jaxpr.primitives import Op
 from mpjax._jaxpr.program import SubJaxpr, sub_jaxprs
 from mpjax.casting import derivative_rules
 from mpjax.casting.attention.find import attentions
-from mpjax.casting.attention.flow import Flow
+from mpjax.casting.attention.flow import Flow, variables
 from mpjax.casting.attention.kernel import ATTENTION, Options, options_of
 from mpjax.casting.attention.parts import Found
 from mpjax.casting.classify import Setting, classify
@@ -63,12 +63,38 @@ def prepared(jaxpr: Any, setting: Setting) -> Prepared:
     return known[setting]
 
 
-def _why_not(found: Found, setting: Setting) -> str:
+def _why_not(found: Found, flow: Flow, setting: Setting) -> str:
     """Why an attention is not fused, by its form or by the rules; empty if nothing is against it."""
     if found.why_not:
         return found.why_not
     listings = [classify(eqn, setting) for eqn in (found.scores, found.values)]
-    return next((each.why for each in listings if each.op is not Op.ALLOW), "")
+    why = next((each.why for each in listings if each.op is not Op.ALLOW), "")
+    return why or (_WIDE_BIAS if _has_wide_bias(found, flow, setting) else "")
+
+
+_WIDE_BIAS = "its bias is a float32 result of what its queries or keys are computed from, and kernels take it in half"
+
+
+def _has_wide_bias(found: Found, flow: Flow, setting: Setting) -> bool:
+    """Whether a bias is computed in float32, after its last matmul, from what the queries or keys are computed from.
+
+    Such a bias may be larger than the scores (minus the squared norm of the keys, a cumulative sum of gates). A mask is
+    exact in half, and parameters are cast to half where attention is not fused, too.
+    """
+    biases = [bias.v for bias in found.biases if flow.constant(bias.v) is None]
+    shared = flow.ancestors([v for v, _ in found.parts[:2]]) if biases else set()
+    waiting, known = biases, set(biases)
+    while waiting:
+        eqn = flow.maker(waiting.pop())
+        op = None if eqn is None else classify(eqn, setting).op
+        if op is None or op is Op.ALLOW:
+            continue
+        if op is Op.DENY and not shared.isdisjoint(flow.ancestors(variables(eqn.invars))):
+            return True
+        new = [v for v in variables(eqn.invars) if compat.is_inexact(v.aval) and v not in known]
+        waiting += new
+        known.update(new)
+    return False
 
 
 def _prepare(given: Any, setting: Setting) -> Prepared:
@@ -88,7 +114,7 @@ def _with_attentions(jaxpr: Any, setting: Setting, consts: Mapping[Any, Any]) ->
         return Prepared(jaxpr)
     refused, needed = [], set()
     for each in found:
-        why = _why_not(each, setting)
+        why = _why_not(each, flow, setting)
         if not why:
             issued = options_of(each, flow, setting)
             why = issued if isinstance(issued, str) else ""
@@ -103,7 +129,7 @@ def _with_attentions(jaxpr: Any, setting: Setting, consts: Mapping[Any, Any]) ->
     flat, _ = inlined(jaxpr, lambda eqn: id(eqn) in needed, inside=True)
     flow, fused = Flow(flat, consts), {}
     for each in attentions(flow):
-        if not _why_not(each, setting):
+        if not _why_not(each, flow, setting):
             issued = options_of(each, flow, setting)
             if not isinstance(issued, str):
                 fused[id(each.values)] = _equation(each.values, *issued)
