@@ -3,7 +3,8 @@
 Each model under autocast in bfloat16 has three forms: attention as the model writes it, fused by
 `Rules(attention="fused")`, and a model that calls cuDNN's kernel by hand. Nothing runs: the figures are XLA's plan of
 its temporary memory, the bytes that its kernels move, the calls of the attention kernel, and the arrays with an element
-for each score. Rows that are known are kept; `--only` compiles some of them again.
+for each score. Models have one layer, or all of them in a `scan`. Rows that are known are kept; `--only` compiles some
+of them again.
 """
 
 from __future__ import annotations
@@ -26,25 +27,29 @@ from mpjax import Rules
 from perf.results import previous
 
 # The workload of each row and the shape of its largest scores: batch × heads, queries, keys.
-_GPT, _LONG, _BERT = WORKLOADS["gpt2_medium"], WORKLOADS["gpt2_medium_4096"], WORKLOADS["bert_large_512"]
+_GPT, _LONG = WORKLOADS["gpt2_medium"], WORKLOADS["gpt2_medium_4096"]
 _replaced: Any = dataclasses.replace
+
+
+def _short(name: str) -> Workload:
+    workload: Workload = _replaced(WORKLOADS[name], layers=1)
+    return workload
+
+
 ROWS: dict[str, tuple[Workload, tuple[int, int, int]]] = {
-    "GPT-2 medium, 1,024 tokens": (_GPT, (8 * 16, 1024, 1024)),
-    "GPT-2 medium, 1,024 tokens, `scan`": (_replaced(_GPT, loop=True), (8 * 16, 1024, 1024)),
-    "GPT-2 medium, 1,024 tokens, checkpoint": (_replaced(_GPT, remat=True), (8 * 16, 1024, 1024)),
-    "GPT-2 medium, 1,024 tokens, both": (_replaced(_GPT, loop=True, remat=True), (8 * 16, 1024, 1024)),
-    "GPT-2 medium, 4,096 tokens": (_LONG, (2 * 16, 4096, 4096)),
+    "GPT-2 medium, 1,024 tokens": (_short("gpt2_medium"), (8 * 16, 1024, 1024)),
+    "GPT-2 medium, 1,024 tokens, `scan` and checkpoint": (_replaced(_GPT, loop=True, remat=True), (8 * 16, 1024, 1024)),
     "GPT-2 medium, 4,096 tokens, `scan`": (_replaced(_LONG, loop=True), (2 * 16, 4096, 4096)),
-    "BERT-large, 512 tokens, padding": (_BERT, (32 * 16, 512, 512)),
-    "ViT-L/16": (WORKLOADS["vit_l16"], (64 * 16, 196, 196)),
-    "T5-base, 512 to 128 tokens": (WORKLOADS["t5_base"], (32 * 12, 512, 512)),
+    "BERT-large, 512 tokens, padding": (_short("bert_large_512"), (32 * 16, 512, 512)),
+    "ViT-L/16": (_short("vit_l16"), (64 * 16, 196, 196)),
+    "T5-base, 512 to 128 tokens": (_short("t5_base"), (32 * 12, 512, 512)),
 }
 # The implementation by name, and its call in the compiled program.
 KERNELS = {"gpu": ("cudnn", "__cudnn$fmha"), "tpu": ("pallas", "tpu_custom_call")}
 FORMS = {"gpu": ("as written", "fused", "by hand"), "tpu": ("as written", "fused")}
 
 
-def measure(row: str, form: str, device: jax.Device, layers: int) -> dict[str, Any]:
+def measure(row: str, form: str, device: jax.Device) -> dict[str, Any]:
     """XLA's plan of the training step of one form."""
     workload: Any
     workload, scores = ROWS[row]
@@ -54,8 +59,6 @@ def measure(row: str, form: str, device: jax.Device, layers: int) -> dict[str, A
         configuration = dataclasses.replace(configuration, rules=Rules(attention=kernel))
     elif form == "by hand":
         workload = _replaced(workload, fused=configuration.half)
-    if layers:
-        workload = _replaced(workload, layers=min(layers, workload.layers))
     made = training(workload, configuration)
     shapes = target.placed(made.abstract(), jax.sharding.SingleDeviceSharding(device))
     with target.traced_for(device):
@@ -110,7 +113,6 @@ def main() -> None:
     parser = commands.parser(__doc__)
     parser.add_argument("--target", default="h200", choices=list(target.TARGETS), help="default: h200")
     parser.add_argument("--only", metavar="TEXT", help="compile only the rows whose names contain this, again")
-    parser.add_argument("--layers", type=int, default=0, help="at most so many layers of each model")
     args = parser.parse_args()
     chosen = target.TARGETS[args.target]
     devices = chosen.devices()
@@ -120,7 +122,7 @@ def main() -> None:
     known = previous(name, args.out)
     for row in ROWS:
         if (args.only in row) if args.only else (row not in known):
-            measured = functools.partial(measure, row, device=devices[0], layers=args.layers)
+            measured = functools.partial(measure, row, device=devices[0])
             known[row] = {form: measured(form) for form in FORMS[devices[0].platform]}
             print(f"{row}: {known[row]}", file=sys.stderr, flush=True)
             jax.clear_caches()

@@ -9,6 +9,9 @@ allocates that memory with malloc at each step, and glibc returns blocks of this
 faults then cost more than loss scaling itself. Accelerators use a pool, so by default this benchmark runs with a malloc
 that keeps its memory; `--system-malloc` uses the system's default.
 
+On a CPU a step's time is the CPU time of all threads of the process, which other processes disturb less than the wall
+time.
+
 With half matmuls, the purpose of loss scaling, unscaling is fused into the cast of the gradients to float32; with
 float32 matmuls it is a separate pass.
 
@@ -25,6 +28,7 @@ import functools
 import itertools
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -97,9 +101,15 @@ def measure(widths: tuple[int, ...], batch: int, dtype: str, rounds: int, donate
             continue
         rows[name] = {"temporary_bytes": bytes_used}
         runs[name] = functools.partial(advance, compiled, carried, name, (x, y))
-    for name, row in ratios(interleaved(runs, rounds), next(iter(found))).items():
+    for name, row in timed(runs, rounds).items():
         rows[name] |= row
     return rows
+
+
+def timed(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Row]:
+    """The time of each run, and its ratio to that of the first one."""
+    clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
+    return ratios(interleaved(runs, rounds, clock=clock), next(iter(runs)))
 
 
 def compile_step(form: Form, args: tuple[Any, ...], donate: bool) -> tuple[Any, int]:
@@ -111,11 +121,7 @@ def compile_step(form: Form, args: tuple[Any, ...], donate: bool) -> tuple[Any, 
 def measure_sharded(widths: tuple[int, ...], dtype: str, rounds: int) -> dict[str, Row]:
     """The rows of `measure` for sharded, donated steps with a small batch, and the collectives that each form adds."""
     x, y = jnp.ones((8, widths[0])), jnp.ones((8, widths[-1]))
-
-    def timed(runs: dict[str, Callable[[], Any]]) -> dict[str, Row]:
-        return ratios(interleaved(runs, rounds), next(iter(runs)))
-
-    return sharded_steps.measure(init_params(widths), loss_in(dtype), x, y, timed)
+    return sharded_steps.measure(init_params(widths), loss_in(dtype), x, y, functools.partial(timed, rounds=rounds))
 
 
 @functools.cache
