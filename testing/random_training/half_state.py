@@ -209,7 +209,7 @@ def low_bit_state(
 ) -> Any:
     """The float32 arrays of the state are stored in low bits between the steps."""
     inner = optax.with_extra_args_support(inner)
-    stored_dtype = np.dtype({"int8": np.int8, "float8": jnp.float8_e4m3fn, "bfloat16": jnp.bfloat16}[dtype])
+    stored_dtype = jnp.dtype({"float8": "float8_e4m3fn"}.get(dtype, dtype))
     is_stored = lambda x: isinstance(x, Rounded | Blockwise)
 
     def load(state: Any) -> Any:
