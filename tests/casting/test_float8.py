@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax import Float8, Rules
+from mpjax._jaxpr.float8 import quantised
 from mpjax.casting.warnings import check_float8_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:autocast. cpu is not known to have float8")
@@ -241,6 +242,24 @@ def test_shard_map(check, axis):
     if check:  # The gradients of replicated parameters are sums over devices already.
         expected = [g * jax.device_count() for g in expected]
     assert error(found, expected) < 0.15
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_the_largest_number_is_rounded_and_not_clipped(dtype):
+    largest = np.linspace(1.0, 2.0, 50, dtype=np.float32)
+    copies = [quantised(jnp.full(1, x), np.dtype(dtype)) for x in largest]
+    back = np.array([float(copy.q[0]) * float(copy.scale) for copy in copies])
+    np.testing.assert_allclose(back, largest, rtol=float(jnp.finfo(dtype).eps) / 2)
+
+
+def test_backward_matmuls_accumulate_all_bits():
+    for fun in (jax.grad(float8(mlp)), float8(jax.grad(mlp))):
+        found = {}
+        for line in jax.jit(fun).lower(params_of(), X).as_text().splitlines():
+            if "dot_general" in line and "f8E" in line:
+                precise = "precision = [HIGHEST, HIGHEST]" in line
+                found.setdefault(precise, set()).add("f8E5M2" in line)
+        assert found == {False: {False}, True: {True}}, "only matmuls of a cotangent are precise, and all of them"
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
