@@ -34,7 +34,6 @@ import mpjax
 from benchmarks import commands
 from benchmarks.training.target import NO_PLUGIN, TARGETS
 from mpjax.inspection.audit.communication import collectives
-from perf.results import save
 
 LAYOUTS = ("data parallel", "FSDP", "FSDP × TP", "FSDP, scan")
 FORMS = ("float32", "by hand", "autocast", "with_policy")
@@ -253,7 +252,7 @@ def main() -> None:
     if args.h200:
         rows = measure(8, args.half, targets=TARGETS["h200"].devices(8) or parser.error(f"--h200: {NO_PLUGIN}"))
         print(table(rows))
-        save(f"communication_{args.half}_h200", {"steps": rows}, args.out)
+        commands.publish(f"communication_{args.half}_h200", {"steps": rows}, table(rows), args.out)
         return
     rows = [row for devices in DEVICES for row in _in_subprocess(devices, args.half)]
     print(table(rows))

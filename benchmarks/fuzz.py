@@ -30,7 +30,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4 --x
 
 import jax
 
-from benchmarks import RESULTS
+from benchmarks import CACHE
 from testing import random_training as training
 from testing.random_programs import Case, Failure, Rejected, Subject, check, numbered_case
 from testing.random_programs.properties import cause_of
@@ -231,7 +231,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=100, help="examples between two reports")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after the batch that exceeds this")
     parser.add_argument("--no-shrink", action="store_true", help="do not shrink failures")
-    parser.add_argument("--reports", type=pathlib.Path, default=RESULTS, help="folder of the JSON reports")
+    parser.add_argument("--reports", type=pathlib.Path, default=CACHE, help="folder of the JSON reports")
     parser.add_argument("--compile-every", type=int, default=50, help="compile and run one in this many examples")
     args = parser.parse_args()
     gc.set_threshold(50_000, 20, 20)  # tracing spends an eighth of its time on collections at the defaults

@@ -26,6 +26,7 @@ TITLES = {
     "faults_cpu": "Known faults, library by library",
     "loss_scaling_cpu": "Loss scaling on a CPU",
     "loss_scaling_sharded_cpu": "Loss scaling of a sharded step",
+    "loss_scaling_system_malloc_cpu": "Loss scaling on a CPU with the system's malloc",
     "foreign_float16_cpu": "JAX's and Flax's own tests under autocast",
     "compiled_bfloat16_cpu": "The compiled program",
     "communication_float16_cpu": "What a sharded training step sends between devices",
@@ -38,6 +39,7 @@ TITLES = {
     "training_dry_run": "Training steps compiled for an H200 without a GPU",
     "training_dry_run_v5e": "Training steps compiled for a TPU v5e without a TPU",
     "training_dry_run_v6e": "Training steps compiled for a TPU v6e without a TPU",
+    "communication_float16_h200_cpu": "What a sharded training step sends between H200s",
     "communication_bfloat16_v5e_cpu": "What a sharded training step sends between TPU chips",
     "fused_attention_cpu": "Fused attention compiled for an H200 without a GPU",
     "float8_h200_cpu": "Float8 steps compiled for an H200 without a GPU",
@@ -92,16 +94,22 @@ def page(folder: pathlib.Path, plots: list[str]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def origin(environment: dict[str, Any]) -> str:
+    """The command and the versions that made a file of results."""
+    command = f"`{environment['command']}`: " if environment.get("command") else ""
+    return (
+        command
+        + ", ".join(f"{key} {environment[key]}" for key in ("device", "jax", "mpjax") if key in environment)
+        + "."
+    )
+
+
 def _section(name: str, path: pathlib.Path) -> list[str]:
     table = path.with_suffix(".md")
     content = json.loads(path.read_text())
     if not table.exists():
         return []
-    environment = content.get("environment", {})
-    origin = ", ".join(f"{key} {environment[key]}" for key in ("device", "jax", "mpjax") if environment.get(key))
-    command = f"`{environment['command']}`: " if environment.get("command") else ""
-    title = TITLES.get(name, name.replace("_", " ").capitalize())
-    lines = [f"## {title}", "", f"{command}{origin}.", ""]
+    lines = [f"## {TITLES.get(name, name.replace('_', ' ').capitalize())}", "", origin(content["environment"]), ""]
     if stale := staleness(content):
         lines += [stale, ""]
     return [*lines, table.read_text().rstrip(), ""]

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import mpjax  # noqa: E402 - from this repository, whether installed or not
-from mpjax.inspection.tools import CLASSES  # noqa: E402
+from mpjax.inspection.tools import CLASSES  # noqa: E402 - the same
 
 MADE = re.compile(r"^<!-- made: ([\w ./]+) -->\n(.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE)
 _NAMES = re.compile(r"<!-- made: names ([\w ]+?) -->")

@@ -36,7 +36,7 @@ class Workload(abc.ABC):
         """The Flax model; with a dtype, its hand-written half precision form."""
         sizes = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields: Any = dataclasses.fields(self.model)
-        return self.model(**{f.name: sizes[f.name] for f in fields if f.name in sizes}, dtype=dtype)  # type: ignore[call-arg]
+        return self.model(**{f.name: sizes[f.name] for f in fields if f.name in sizes}, dtype=dtype)
 
     @abc.abstractmethod
     def batch(self, key: jax.Array) -> Batch:

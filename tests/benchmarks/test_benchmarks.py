@@ -1,6 +1,7 @@
 """The benchmarks run, interrupted runs continue, and their page names stale and pending results."""
 
 import dataclasses
+import importlib.util
 import json
 
 import jax
@@ -264,6 +265,17 @@ def test_the_readme_leads_with_the_headlines_of_the_results():
         assert row.row("benchmarks/results/README.md") in readme, "run: python -m benchmarks.headlines"
         assert row.row() in page, "run: python -m benchmarks.report"
         assert f"\n## {row.title}\n" in page
+
+
+def test_every_file_of_results_has_its_command_and_its_place_on_the_page():
+    page = (RESULTS / "README.md").read_text()
+    for path in RESULTS.iterdir():
+        if path.suffix == ".json":
+            environment = json.loads(path.read_text())["environment"]
+            assert importlib.util.find_spec(environment["command"].split()[2]), path
+            assert f"## {report.TITLES[path.stem]}\n\n{report.origin(environment)}\n" in page, path
+        elif path.name != "README.md":
+            assert f"({path.name})" in page or path.with_suffix(".json").exists(), path
 
 
 def test_report_shows_all_results_and_marks_stale_ones(folder):
