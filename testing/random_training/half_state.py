@@ -78,7 +78,7 @@ def _next(key: jax.Array, count: int) -> Any:
     return jax.random.key_data(later), jax.random.bits(now, (count, 2), jnp.uint32)
 
 
-def _bits(words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _bits(words: jax.Array, shape: tuple[int, ...]) -> Any:
     """The hash `triple32` of the flat index."""
     x = np.arange(math.prod(shape), dtype=np.uint32).reshape(shape) + words[0]
     for shift, word, factor in ((17, None, 0xED5AD4BB), (11, words[1], 0xAC4C1B51), (15, None, 0x31848BAB)):
