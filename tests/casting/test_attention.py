@@ -229,6 +229,29 @@ def test_a_gradient_that_is_worse_in_one_seed_is_better_in_another():
     assert np.mean(ratios > 0) <= 0.55
 
 
+def test_the_gradient_of_a_learned_bias_is_as_exact_as_today():
+    """A table of relative positions, as T5 has."""
+
+    def loss(params, x):
+        *weights, table = params
+        bias = table[jnp.arange(T)[:, None] - jnp.arange(T) + T - 1].transpose(2, 0, 1)
+
+        def attention(q, k, v):
+            scores = jnp.einsum("bthd,bshd->bhts", q, k) + bias
+            return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+
+        return loss_of(attention)(weights, x)
+
+    params, x = arguments()
+    table = jnp.asarray(np.random.default_rng(1).normal(size=(len(x), 2 * T - 1, N)), jnp.float32)
+    args = ([*params, table], x)
+    (row,) = rows(loss, args)
+    assert row.why == "xla: stores no scores, bias"
+    of_table = exact(loss, args)[-1]
+    fused, today = (error(gradients(loss, args, attention)[-1], of_table) for attention in ("xla", "unfused"))
+    assert fused <= 1.1 * today
+
+
 def test_float16_runs_on_a_cpu_and_is_as_exact_as_today():
     loss, args = loss_of(einsum), arguments()
     reference = exact(loss, args)

@@ -105,3 +105,26 @@ def test_libtpu_multiplies_half_operands_without_casting_them(half):
     assert matmul.type.startswith("f32[" if half == "float16" else "bf16[")
     entry = program.computations[program.entry].values()
     assert not [line for line in entry if line.opcode == "convert" or "f32[" in line.type]
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("choice", ["cudnn", "unfused"])
+def test_cudnn_keeps_batches_and_heads_split_over_eight_gpus(choice):
+    devices = TARGETS["h200"].devices(8)
+    if devices is None:
+        pytest.skip(TARGETS["h200"].missing)
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(4, 2), ("data", "model"))
+    split = jax.NamedSharding(mesh, jax.P("data", None, "model"))
+    q, seen = jax.ShapeDtypeStruct((8, 256, 4, 64), jnp.float32, sharding=split), jnp.tril(jnp.ones((256, 256), bool))
+
+    def loss(q, k, v):
+        scores = jnp.where(seen, jnp.einsum("bthd,bshd->bhts", q, k) / 8, -1e9)
+        return jnp.mean(jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v) ** 2)
+
+    gradient = jax.grad(mpjax.autocast(loss, "mixed_bfloat16", rules=Rules(attention=choice)), (0, 1, 2))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        traced = jax.jit(gradient, out_shardings=split).trace(q, q, q)
+    text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    assert text.count('custom_call_target="__cudnn$fmha') == 2 * (choice == "cudnn")
+    assert "f32[2,256,2,64]" in text  # the part of one device
+    assert "all-gather" not in text
