@@ -138,17 +138,15 @@ def run(name: str, dtype: str, rounds: int, compilations: int, regions: bool = F
 
 def summary(results: dict[str, dict[str, Row]]) -> str:
     """A Markdown table with a row for each tool, over the programs that it applies to."""
-    lines = [
-        "| tool | programs | fails | matmul FLOPs in half | all in half | risky in half | casts "
-        "| residuals / float32 | gradient error / limit (worst) | trace time | of the loss alone "
-        "| compile time (programs) |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    header = ("tool", "programs", "fails", "matmul FLOPs in half", "all in half", "risky in half", "casts")
+    header += ("residuals / float32", "gradient error / limit (worst)")
+    header += ("trace time", "of the loss alone", "compile time (programs)")
+    lines: list[tuple[Any, ...]] = []
     for tool in dict.fromkeys(tool for rows in results.values() for tool in rows):
         rows = [rows[tool] for rows in results.values() if tool in rows]
         passed = [row for row in rows if "error" not in row]
         if not passed:
-            lines.append(f"| {tool} | {len(rows)} | {len(rows)} |" + " - |" * 9)
+            lines.append((tool, len(rows), len(rows), *"-" * 9))
             continue
 
         def median(key: str, passed: list[Row] = passed) -> str:
@@ -156,15 +154,17 @@ def summary(results: dict[str, dict[str, Row]]) -> str:
             return f"{statistics.median(values):.2f}" if values else "-"
 
         shares = [row["half_share"] for row in passed]
-        errors = [row["error_of_limit"] for row in passed]
         risky = sum(row["risky"] > 0 for row in passed)
-        lines.append(
-            f"| {tool} | {len(rows)} | {len(rows) - len(passed)} | {statistics.mean(shares):.0%} "
-            f"| {sum(share == 1 for share in shares)} of {len(passed)} | in {risky} | {median('casts')} "
-            f"| {median('residuals')} | {median('error_of_limit')} ({_worst(errors)}) | {median('trace')} "
-            f"| {median('forward_trace')} | {median('compile')} ({sum('compile' in row for row in passed)}) |"
+        whole = f"{sum(share == 1 for share in shares)} of {len(passed)}"
+        counts = (len(rows), len(rows) - len(passed), f"{statistics.mean(shares):.0%}", whole, f"in {risky}")
+        errors = (
+            median("residuals"),
+            f"{median('error_of_limit')} ({_worst([row['error_of_limit'] for row in passed])})",
         )
-    return "\n".join(lines) + "\n"
+        times = (median("trace"), median("forward_trace"))
+        compiled = f"{median('compile')} ({sum('compile' in row for row in passed)})"
+        lines.append((tool, *counts, median("casts"), *errors, *times, compiled))
+    return commands.markdown(header, lines)
 
 
 def _worst(errors: list[float]) -> str:

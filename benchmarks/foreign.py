@@ -286,37 +286,32 @@ def examine(path: pathlib.Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def table(results: dict[str, dict[str, Any]]) -> str:
     """Markdown: a row for each file, and the tests that fail only under autocast."""
-    header = (
-        "file",
-        "pass",
-        "fail only under autocast",
-        "fail in `jax.jit` too",
-        "fail without autocast too",
-        "skipped",
-    )
+    from benchmarks import commands
+
+    header = ("file", "pass", "fail only under autocast", "fail in `jax.jit` too")
     rows: list[tuple[Any, ...]] = []
     for name, found in results.items():
         counts = (len(found["only under autocast"]), len(found["also in jax.jit"]), found["also without autocast"])
         rows.append((name, found["passed"], *counts, found["skipped"]))
     rows.append(("**all**", *map(sum, zip(*(row[1:] for row in rows), strict=True))))
-    lines = [f"| {' | '.join(map(str, row))} |" for row in (header, ["---"] * len(header), *rows)]
     faults = [(name, *fault) for name, found in results.items() for fault in found["only under autocast"].items()]
-    lines += ["", *(f"- {name}, `{test}`: {cause}" for name, test, cause in faults)]
-    return "\n".join(lines).rstrip() + "\n"
+    listed = "".join(f"\n- {name}, `{test}`: {cause}" for name, test, cause in faults)
+    return commands.markdown((*header, "fail without autocast too", "skipped"), rows) + (
+        f"{listed}\n" if listed else ""
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs from the command line."""
-    from benchmarks import RESULTS
-    from perf.results import previous, save
+    from benchmarks import commands
+    from perf.results import previous
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.parser(__doc__)
     parser.add_argument("--tests", type=pathlib.Path, required=True, help="folder of JAX's and Flax's test files")
     parser.add_argument("--only", default="", help="run only files whose path contains this; the other results stay")
     parser.add_argument("-k", default="", help="run only tests that match this pytest expression")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--seconds", type=float, default=3600, help="time limit of a file in seconds")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args(arguments)
     name = f"foreign_{options.dtype}"
     results = previous(name, options.out) if options.only else {}
@@ -331,8 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             kinds[kind_of(cause)].append(f"{test}: {cause}")
         for test, cause in found["also in jax.jit"].items():
             limitations[limitation_of(cause)].append(f"{test}: {cause}")
-        save(name, results, options.out)
-        (options.out / f"{name}_cpu.md").write_text(table(results))
+        commands.publish(name, results, table(results), options.out)
     print("\nFail only under autocast:")
     _print_groups(kinds)
     print("\nAlso fail in jax.jit:")

@@ -179,32 +179,22 @@ def table(results: dict[str, Any]) -> str:
     """Markdown: a row for each form, and one for each task."""
     kept, timed, plans = (results.get(name, {}) for name in ("bytes", "times", "planned"))
     columns = ["update alone" if rows == "0" else f"step, {rows} rows" for rows in timed]
-    lines = [
-        f"| parameters and state | bytes a parameter | {' | '.join(f'CPU time, {column}' for column in columns)} "
-        "| moved by the update, bytes a parameter | temporary |",
-        "|---" * (4 + len(columns)) + "|",
-    ]
+    header = ["parameters and state", "bytes a parameter", *(f"CPU time, {column}" for column in columns)]
+    lines = []
     for form, (dtype, _) in FORMS.items():
+        name, plan = form if dtype == BASE else f"{dtype}, {form}", plans.get(form, {})
         cells = [_ratio(rows.get(form)) for rows in timed.values()]
-        plan = plans.get(form, {})
-        name = form if dtype == BASE else f"{dtype}, {form}"
-        lines.append(
-            f"| {name} | {kept[form]:.2f} | {' | '.join(cells)} | {plan.get('moved', '-')} "
-            f"| {plan.get('temporary', '-')} |"
-        )
+        lines.append([name, f"{kept[form]:.2f}", *cells, plan.get("moved", "-"), plan.get("temporary", "-")])
+    text = commands.markdown([*header, "moved by the update, bytes a parameter", "temporary"], lines)
     if tasks := results.get("parity", {}):
-        lines += [
-            "",
-            "Final training loss, mean over seeds, and its difference from float32 in standard deviations of float32 "
-            "over seeds:",
-            "",
-            f"| form | {' | '.join(tasks)} |",
-            "|---" * (1 + len(tasks)) + "|",
-        ]
-        for form in (form for form in FORMS if form in next(iter(tasks.values()))):
-            cells = [_loss_cell(found[form], found[BASE]) for found in tasks.values()]
-            lines.append(f"| {form} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        text += (
+            "\nFinal training loss, mean over seeds, and its difference from float32 in standard deviations of float32 "
+            "over seeds:\n\n"
+        )
+        known = next(iter(tasks.values()))
+        rows = ([form, *(_loss_cell(found[form], found[BASE]) for found in tasks.values())] for form in known)
+        text += commands.markdown(["form", *tasks], rows)
+    return text
 
 
 def _ratio(row: Row | None) -> str:
