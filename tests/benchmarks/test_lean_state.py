@@ -2,12 +2,9 @@
 
 import json
 
-import jax
-import numpy as np
 import pytest
 
 from benchmarks import RESULTS, lean_state
-from benchmarks.parity.families import get
 
 LEANEST = "stochastic_rounding, low_bit_state int8"
 
@@ -17,17 +14,6 @@ def test_bytes_per_parameter():
     assert kept["float32"] == pytest.approx(12, abs=0.01)
     assert kept["master_weights"] == pytest.approx(14, abs=0.01)
     assert 4 < kept[LEANEST] < 4.2
-
-
-@pytest.mark.standard_promotion
-def test_the_leanest_form_trains_a_task():
-    made = lean_state.LeanTraining(get("rossmann"), LEANEST)
-    state = made.init(0)
-    assert {x.dtype.name for x in jax.tree.leaves(state["variables"])} == {"bfloat16"}
-    assert "int8" in {x.dtype.name for x in jax.tree.leaves(state["optimizers"])}
-    losses = lean_state.losses_of(made, 0, 20)
-    assert np.isfinite(losses).all()
-    assert losses[-1] < losses[0] / 2
 
 
 def test_committed_final_losses_are_within_a_deviation_of_float32():

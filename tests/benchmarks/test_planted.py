@@ -13,6 +13,7 @@ from benchmarks import planted
         "small gradients, Equinox",
         "epsilon lost, Haiku",
         "nan in a custom rule",
+        "nan on a device",
         "norm in half, Linen",
         "norm in half, NNX",
         "overflow before a mask",
