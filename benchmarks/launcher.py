@@ -5,7 +5,7 @@
   alternately in one process.
 - Scripts of others, `--foreign FOLDER`: the folder holds fetched repositories (`jax`, `flax`, `optax`, ...).
   `benchmarks/foreign_scripts` names the scripts of them that run here, unmodified, on tiny data. Run again, the command
-  continues an interrupted table: it keeps the rows that were measured with the same code.
+  continues an interrupted table: it keeps the rows that are right and were measured with the same code.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ def run_foreign(folder: pathlib.Path, names: Sequence[str], out: pathlib.Path) -
     for name in names:
         script = scripts.SCRIPTS[name]
         code = scripts.code_of(script)
-        if rows.get(name, {}).get("code") != code and (folder / script.path).exists():
+        is_kept = name in rows and rows[name]["code"] == code and scripts.verdict(rows[name]) == "yes"
+        if not is_kept and (folder / script.path).exists():
             rows[name] = {"code": code, **scripts.row_of(folder, script)}
             rows = {name: rows[name] for name in scripts.SCRIPTS if name in rows}
             save("launcher_foreign", rows, out).with_suffix(".md").write_text(scripts.table(rows))

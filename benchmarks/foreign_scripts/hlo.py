@@ -30,11 +30,24 @@ def half_share(folder: pathlib.Path) -> float | None:
 
 def products(text: str) -> list[tuple[int, set[str]]]:
     """The FLOPs and operand dtypes of each product in a module."""
+    blocks = re.findall(r"(?ms)^(ENTRY )?%?([\w.\-]+) (?:\(.*?\) -> .*?)?\{\n(.*?)^\}", text)
+    computations = {name: lines.splitlines() for _, name, lines in blocks}
+    found, waiting = [], [name for entry, name, _ in blocks if entry]
+    for name in waiting:
+        lines = [line for line in computations[name] if "mpjax_in_float32" not in line]
+        called = (
+            set(re.findall(r"[\w.\-]+", " ".join(line.partition(" metadata=")[0] for line in lines)))
+            & computations.keys()
+        )
+        waiting += sorted(called.difference(waiting))
+        found += _products_of(lines)
+    return found
+
+
+def _products_of(lines: list[str]) -> list[tuple[int, set[str]]]:
     types: dict[str, tuple[str, list[int]]] = {}
     found = []
-    for line in text.splitlines():
-        if line.endswith("{"):
-            types = {} if not line.startswith(" ") else types  # a new computation
+    for line in lines:
         defined = _DEFINED.match(line)
         if defined is None:
             continue
@@ -43,7 +56,7 @@ def products(text: str) -> list[tuple[int, set[str]]]:
         # `%name#1` is the second element of a tuple.
         types.update({f"{name}#{i}" if kinds.startswith("(") else name: kind for i, kind in enumerate(found_types)})
         product = _PRODUCT.search(line)
-        if product is None or "mpjax_in_float32" in line:
+        if product is None:
             continue
         operands = [types[operand] for operand in _OPERAND.findall(product.group(2))]
         size = math.prod(types[name][1]) * _terms(product.group(1), line, operands)

@@ -57,6 +57,7 @@ EQUINOX, DIFFRAX = "equinox/docs/examples", "diffrax/docs/examples"
 _ACCURACY, _LOSS = r"Test set accuracy (\S+)", r"[lL]oss(?:: | ?= ?)([^\s,]+)"
 _EPOCHS = ("num_epochs = 10\n", "num_epochs = 3\n")
 _TOTAL = (("total_steps = 10_000", "total_steps = 1_001"),)
+_KEEP_FLAGS = ("['XLA_FLAGS'] = '", "['XLA_FLAGS'] += ' ")  # or XLA would not dump the HLO
 _SEED = ("seed=5678", "seed=SEED")
 _PPO = (("5e5", "8192"), ("PRNGKey(30)", "PRNGKey(SEED)"))
 _SMALL = {
@@ -120,11 +121,11 @@ SCRIPTS = {
     "Flax 02_lifted_transforms": Script(f"{TOYS}/02_lifted_transforms.py", _LOSS, _TOTAL, bfloat16=True),
     "Flax 03_train_state": Script(f"{TOYS}/03_train_state.py", _LOSS, _TOTAL),
     "Flax 04_data_parallel_with_jit": Script(
-        f"{TOYS}/04_data_parallel_with_jit.py", _LOSS, (("dataset(1000, 16)", "dataset(401, 16)"),)
+        f"{TOYS}/04_data_parallel_with_jit.py", _LOSS, (("dataset(1000, 16)", "dataset(401, 16)"), _KEEP_FLAGS)
     ),
     "Flax 07_array_leaves": Script(f"{TOYS}/07_array_leaves.py", _LOSS, _TOTAL, bfloat16=True),
     "Flax 10_fsdp_and_optimizer": Script(
-        f"{TOYS}/10_fsdp_and_optimizer.py", _LOSS, (("num_steps=10_000", "num_steps=1_001"),)
+        f"{TOYS}/10_fsdp_and_optimizer.py", _LOSS, (("num_steps=10_000", "num_steps=1_001"), _KEEP_FLAGS)
     ),
     "Haiku mnist": Script(
         "dm-haiku/examples/mnist.py",
@@ -368,7 +369,6 @@ def run(
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "MPLBACKEND": "Agg",
             "TMPDIR": scratch,
-            # A script may set XLA_FLAGS itself: then nothing is dumped, and the share is unknown.
             "XLA_FLAGS": "--xla_backend_optimization_level=0"
             + (f" --xla_dump_to={folder_of_dump} --xla_dump_hlo_as_text" if dump else ""),
         }
@@ -395,7 +395,7 @@ def run(
         "result": float(found[-1].rstrip(",}'")) if found else None,
         "seconds": round(seconds, 2),
         "share": None if share is None else round(share, 4),
-        "shape": re.sub(r"[\d.e+-]+|nan|\s+", "#", done.stdout),
+        "shape": re.sub(r"([\d.e+-]|nan|\s)+", "#", done.stdout),  # an array's numbers have columns
         "said": _said(done.stderr),
     }
 
@@ -468,7 +468,7 @@ def table(rows: dict[str, Any]) -> str:
 
 NOTE = (
     "In half: the share of FLOPs of matmuls and convolutions in programs with a backward pass, counted in their HLO. "
-    "It includes branches that run only after an overflow, where the HLO does not tell them apart. "
+    "Branches that run only after an overflow do not count. "
     "Numbers: what the script prints last; float16 has the first of the seeds. In brackets: gradients repeated at a "
     "lower loss scale; each of its programs comes from a cache if an earlier run compiled it. CPU time: that run, "
     "from start to end, over one in float32 whose programs come from the cache too (XLA emulates float16 on a CPU, and "
