@@ -156,7 +156,7 @@ def main() -> None:
         return
     from perf.results import previous, save
 
-    results: dict[str, Any] = previous("launcher", args.out) or {}
+    results = {part: found for part, found in previous("launcher", args.out).items() if part in PARTS}
 
     def write() -> None:
         path = save("launcher", results, args.out)
