@@ -39,7 +39,7 @@ class Models:
 Loss = Callable[[Models, Batch], tuple[jax.Array, Any]]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """One small training task, independent of precision.
 
@@ -65,7 +65,7 @@ class Family:
     name: str
     data: str
     metric: str
-    larger_is_better: bool
+    larger_is_better: bool = True
     modules: Mapping[str, nn.Module]
     losses: Mapping[str, Loss]
     example: Callable[[Batch], Mapping[str, tuple[Any, ...]]]

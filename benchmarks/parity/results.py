@@ -6,6 +6,7 @@ import math
 import statistics
 from typing import Any
 
+from benchmarks import commands
 from benchmarks.parity.families import FAMILIES
 from benchmarks.parity.family import Family
 from mpjax.inspection.parity.report import ParityReport
@@ -64,18 +65,17 @@ def table(results: dict[str, Row]) -> str:
         "Difference of the metric from float32 with its 95 % interval, paired by seed. `=`: the interval is within",
         "± the standard deviation of float32 over seeds; `?`: too few seeds, and about how many are needed;",
         "`better` and `worse`: the interval excludes zero. All precisions share seeds, batches and hyperparameters.",
-        "",
-        f"| family | metric | seeds | float32 | {' | '.join(policies)} |",
-        "|---" * (4 + len(policies)) + "|",
     ]
+    rows = []
     for found in results.values():
         arrow = "↑" if found["larger_is_better"] else "↓"
         base = found["float32"]
         cells = [_cell(found["policies"].get(policy)) for policy in policies]
         mean = f"{rounded(base['mean'], base['sd'])} ± {rounded(base['sd'], base['sd'])}"
         count = len(base["metrics"])
-        lines.append(f"| {found['name']} | {found['metric']} {arrow} | {count} | {mean} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *_counts(results, policies)]) + "\n"
+        rows.append([found["name"], f"{found['metric']} {arrow}", count, mean, *cells])
+    families = commands.markdown(["family", "metric", "seeds", "float32", *policies], rows)
+    return "\n".join([*lines, "", families, *_counts(results, policies)]) + "\n"
 
 
 def _counts(results: dict[str, Row], policies: list[str]) -> list[str]:

@@ -81,7 +81,6 @@ FAMILY = Family(
     name="BERT",
     data="Python's standard library, 4 packages, every fourth file held out",
     metric="accuracy, %",
-    larger_is_better=True,
     modules={MODEL: Encoder()},
     losses={MODEL: loss},
     example=lambda batch: {MODEL: (batch["text"],)},

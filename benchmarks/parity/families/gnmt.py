@@ -35,7 +35,6 @@ FAMILY = Family(
     name="GNMT",
     data="generated numbers below 10,000",
     metric="whole numbers correct, %",
-    larger_is_better=True,
     modules={MODEL: GNMT()},
     losses={MODEL: loss},
     example=lambda batch: {MODEL: (batch["source"], batch["shifted"])},

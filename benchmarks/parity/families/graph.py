@@ -75,7 +75,6 @@ FAMILY = Family(
     name="Graph network",
     data="neighbours among 900 digits (scikit-learn), 50 labels known",
     metric="accuracy, %",
-    larger_is_better=True,
     modules={MODEL: GraphSAGE()},
     losses={MODEL: loss},
     example=lambda batch: {MODEL: (batch["nodes"], batch["edges"])},

@@ -81,7 +81,6 @@ FAMILY = Family(
     name="Mask R-CNN heads",
     data="generated scenes of digits (scikit-learn), regions given",
     metric="mask IoU, %",
-    larger_is_better=True,
     modules={MODEL: MaskRCNN()},
     losses={MODEL: loss},
     example=lambda batch: {MODEL: (batch["image"], batch["box"])},

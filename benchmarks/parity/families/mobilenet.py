@@ -43,7 +43,6 @@ FAMILY = Family(
     name="MobileNet",
     data="digits (scikit-learn), 400 to train",
     metric="accuracy, %",
-    larger_is_better=True,
     modules={MODEL: MobileNet()},
     losses={MODEL: classify_images},
     example=lambda batch: {MODEL: (batch["image"], True)},

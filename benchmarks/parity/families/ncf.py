@@ -90,7 +90,6 @@ FAMILY = Family(
     name="NCF",
     data="identifiers of Python's standard library by file",
     metric="hit rate at 10, %",
-    larger_is_better=True,
     modules={MODEL: NeuMF(len(usage()))},
     losses={MODEL: loss},
     example=lambda batch: {MODEL: (batch["user"], batch["item"])},

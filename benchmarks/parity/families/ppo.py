@@ -102,7 +102,6 @@ FAMILY = Family(
     name="PPO",
     data="cart-pole, written in JAX; wider starting positions held out",
     metric="steps balanced of 200",
-    larger_is_better=True,
     modules={MODEL: ActorCritic()},
     losses={MODEL: loss},
     example=lambda batch: {MODEL: (batch["start"][0],)},

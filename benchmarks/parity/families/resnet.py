@@ -46,7 +46,6 @@ FAMILY = Family(
     name="ResNet v1.5",
     data="digits (scikit-learn), 400 to train",
     metric="accuracy, %",
-    larger_is_better=True,
     modules={MODEL: ResNet()},
     losses={MODEL: classify_images},
     example=lambda batch: {MODEL: (batch["image"], True)},

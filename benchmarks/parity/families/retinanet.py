@@ -51,7 +51,6 @@ FAMILY = Family(
     name="RetinaNet",
     data="generated scenes of digits (scikit-learn)",
     metric="mAP at 0.5, %",
-    larger_is_better=True,
     modules={MODEL: RetinaNet()},
     losses={MODEL: loss},
     example=lambda batch: {MODEL: (batch["image"],)},

@@ -58,7 +58,6 @@ FAMILY = Family(
     name="Sentiment",
     data="words rated by people (VADER lexicon)",
     metric="accuracy, %",
-    larger_is_better=True,
     modules={MODEL: Classifier()},
     losses={MODEL: loss},
     example=lambda batch: {MODEL: (batch["grams"],)},

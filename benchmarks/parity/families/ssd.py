@@ -48,7 +48,6 @@ FAMILY = Family(
     name="SSD",
     data="generated scenes of digits (scikit-learn)",
     metric="mAP at 0.5, %",
-    larger_is_better=True,
     modules={MODEL: SSD()},
     losses={MODEL: loss},
     example=lambda batch: {MODEL: (batch["image"],)},

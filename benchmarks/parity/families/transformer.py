@@ -65,7 +65,6 @@ FAMILY = Family(
     name="Transformer",
     data="generated dates in six formats (standard library's calendar)",
     metric="whole dates correct, %",
-    larger_is_better=True,
     modules={MODEL: Transformer()},
     losses={MODEL: loss},
     example=lambda batch: {MODEL: (batch["source"], batch["shifted"])},

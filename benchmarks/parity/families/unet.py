@@ -81,7 +81,6 @@ FAMILY = Family(
     name="U-Net",
     data="mosaics of photographed textures (scikit-image)",
     metric="mean IoU, %",
-    larger_is_better=True,
     modules={MODEL: UNet()},
     losses={MODEL: loss},
     example=lambda batch: {MODEL: (batch["image"],)},
