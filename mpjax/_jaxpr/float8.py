@@ -290,30 +290,30 @@ def _tangent_of_tangent(primals: Sequence[Any], tangents: Sequence[Any], out: An
 def _tangent_transpose(ct: Any, *operands: Any, names: tuple[str, ...], **params: Any) -> Sequence[Any]:
     named = dict(zip(names, operands, strict=True))
     avals = {i: named[f"d{i}"].aval for i in (0, 1) if ad.is_undefined_primal(named.get(f"d{i}"))}
-    found = _gradients(ct, named, avals, params)
-    return [found.get(int(name[1])) if name in ("d0", "d1") else None for name in names]
+    gradients = _gradients(ct, named, avals, params)
+    return [gradients.get(int(name[1])) if name in ("d0", "d1") else None for name in names]
 
 
 def _gradients(ct: Any, named: dict[str, Any], avals: dict[int, Any], params: dict[str, Any]) -> dict[int, Any]:
     """The cotangents of operands, given their types. The cotangent of the result is quantised once for both."""
     if type(ct) is ad.Zero:
         return {}
-    found: dict[int, Any] = {}
+    gradients: dict[int, Any] = {}
     quantised_ct = None
     for i, aval in avals.items():
         if _in_half(i, params):
             known = [ad.UndefinedPrimal(aval), named[f"x{1 - i}"]]
-            gradients = ad.primitive_transposes[weight_gradients.tangent](
+            of_operands = ad.primitive_transposes[weight_gradients.tangent](
                 ct, *(known if i == 0 else known[::-1]), **_of_half(params)
             )
-            found[i] = gradients[i]
+            gradients[i] = of_operands[i]
             continue
         if quantised_ct is None:
             quantised_ct = quantised(ct, params["cotangents"], params["axes"])
         j = 1 - i
         other = Operand(named[f"x{j}"], _known(named, j), named[f"s{j}"])
-        found[i] = _gradient(i, quantised_ct, other, aval, params)
-    return found
+        gradients[i] = _gradient(i, quantised_ct, other, aval, params)
+    return gradients
 
 
 def _gradient(i: int, ct: Operand, other: Operand, aval: Any, params: dict[str, Any]) -> Any:
@@ -327,25 +327,25 @@ def _gradient(i: int, ct: Operand, other: Operand, aval: Any, params: dict[str, 
         known = known if i == 0 else known[::-1]
         sharding = compat.explicit_cotangent_sharding(lax.dot_general_p, ct.x, known, i, of_half)
 
-    def dot(x: Any, y: Any, numbers: Any, **kept: Any) -> Any:
+    def dot(x: Any, y: Any, numbers: Any, **options: Any) -> Any:
         pair = (ct, other) if x is ct.x else (other, ct)
-        dims = {"dimension_numbers": numbers, "out_sharding": kept["out_sharding"]}
+        dims = {"dimension_numbers": numbers, "out_sharding": options["out_sharding"]}
         out = _scaled_dot(pair[0].q, pair[1].q, other.scale * ct.scale, dtype, dims, _PRECISE)
         # Its own derivative is that of the half operands.
         of_half = {**_of_half({**params, **dims}), "preferred_element_type": dtype}
         return weight_gradients.result.bind(out, *compat.vary_like(out, [x, y]), **of_half)
 
-    found = weight_gradients.dot_gradient(i, other.x, ct.x, aval, of_dot, sharding, dot)
-    found = found if dtype == aval.dtype else lax.convert_element_type(found, aval.dtype)
-    return compat.with_weak_type(found, aval)
+    gradient = weight_gradients.dot_gradient(i, other.x, ct.x, aval, of_dot, sharding, dot)
+    gradient = gradient if dtype == aval.dtype else lax.convert_element_type(gradient, aval.dtype)
+    return compat.with_weak_type(gradient, aval)
 
 
 def _result_transpose(ct: Any, out: Any, *operands: Any, **params: Any) -> Sequence[Any]:
     # Transposes a linear program: the linear map goes through the operands, as the derivative does.
     named = _of_result(operands)
     avals = {i: named[f"x{i}"].aval for i in (0, 1) if ad.is_undefined_primal(named[f"x{i}"])}
-    found = _gradients(ct, named, avals, params)
-    return [None, *(found.get(int(name[1])) if name[0] == "x" else None for name in named)]
+    gradients = _gradients(ct, named, avals, params)
+    return [None, *(gradients.get(int(name[1])) if name[0] == "x" else None for name in named)]
 
 
 # Batching. A matmul stays one operation with one scale. Where that is not possible (each example has its own scale,
@@ -409,7 +409,7 @@ quantise.def_abstract_eval(_quantise_abstract_eval)
 mlir.register_lowering(quantise, mlir.lower_fun(_quantise_impl, multiple_results=False))
 mlir.register_lowering(quantise, _quantise_for_cuda, platform="cuda")
 batching.primitive_batchers[quantise] = functools.partial(_batch_with_scale, quantise)
-weight_gradients.set_no_derivative(quantise, lambda q, x, scale: weight_gradients.remember_copy(q, x))
+weight_gradients.set_no_derivative(quantise, lambda q, x, scale, dtype: weight_gradients.remember_copy(q, x))
 
 rescale.def_impl(jax.jit(_rescale_impl))
 rescale.def_abstract_eval(lambda out, scale: out)

@@ -13,7 +13,8 @@ derivative consists of three primitives, so that every transformation works on i
 derivative, `result` is the identity on `out` with the derivative above, and `tangent` is the matmul of that derivative.
 
 If one trace contains both passes (a `jit` around `grad`), the backward pass reads the half copy of the forward pass.
-XLA partitions a program before it merges equal casts, and would gather a sharded parameter once for each cast.
+XLA partitions a program before it merges equal casts, and would gather a sharded parameter once for each cast. The
+passes over a loop are two loops. A parameter that all iterations read is cast before them, and both read that copy.
 
 cuDNN has no such kernel for a convolution: with a float32 result, XLA casts its operands to float32, which keeps it off
 the half Tensor Cores. So unless `Rules(weight_gradients="everywhere")` is set, the convolution outputs the gradient of
@@ -62,6 +63,7 @@ def matmul(
     halves: Sequence[Any],
     operands: Sequence[Any],
     wide: bool,
+    in_loop: Sequence[bool],
     avals: Sequence[Any] | None = None,
 ) -> Any:
     """Binds a matmul or convolution of half operands.
@@ -72,6 +74,8 @@ def matmul(
         halves: Its arrays, in half.
         operands: Its two operands as they are stored: a parameter in float32, an activation in half.
         wide: Whether it outputs the gradient of a parameter in float32.
+        in_loop: For each operand, whether it is the same in all iterations of a loop around it. The backward loop then
+            reads the half copy that was made before the loop, rather than casting the parameter in each iteration.
         avals: The abstract value of its result, if known.
 
     Returns:
@@ -81,8 +85,8 @@ def matmul(
         return primitive.bind(*halves, **params)
     rest = halves[2:]
     factors = [
-        staging.bind(detached, (h,) if h is x else (h, x), {}, [jax.typeof(h)])
-        for h, x in zip(halves, operands, strict=False)
+        staging.bind(detached, (h,) if h is x else (h, x), {"in_loop": invariant}, [jax.typeof(h)])
+        for h, x, invariant in zip(halves, operands, in_loop, strict=False)
     ]
     out = staging.bind(primitive, [*factors, *rest], params, avals)
     of_result = {**params, "matmul": primitive, "half": np.dtype(out.dtype), "wide": wide}
@@ -129,18 +133,19 @@ def _cast(x: Any, half: np.dtype) -> Any:
 
 # The half and float8 copies of parameters in the current traces: each tracer and its copy, by id and dtype.
 _copies: dict[tuple[int, np.dtype], tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+_copies_in_loops: dict[tuple[int, np.dtype], tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 
 
-def remember_copy(low: Any, full: Any) -> None:
+def remember_copy(low: Any, full: Any, copies: Any = _copies) -> None:
     """Remembers that a tracer is the copy of another one in a lower precision."""
     if isinstance(low, jax.core.Tracer) and isinstance(full, jax.core.Tracer):
         key = id(full), low.dtype
-        _copies[key] = weakref.ref(full, lambda _: _copies.pop(key, None)), weakref.ref(low)
+        copies[key] = weakref.ref(full, lambda _: copies.pop(key, None)), weakref.ref(low)
 
 
-def copy_of(x: Any, dtype: Any) -> Any:
+def copy_of(x: Any, dtype: Any, copies: Any = _copies) -> Any:
     """The copy of a tracer that the forward pass made in the same trace; None if there is none."""
-    full, low = (reference() for reference in _copies.get((id(x), np.dtype(dtype)), (_nothing, _nothing)))
+    full, low = (reference() for reference in copies.get((id(x), np.dtype(dtype)), (_nothing, _nothing)))
     return low if full is x and low is not None and compat.same_trace(low, x) else None
 
 
@@ -148,10 +153,23 @@ def _nothing() -> None:
     return None
 
 
+def _note_copy(out: Any, low: Any, *full: Any, in_loop: bool = False) -> None:
+    for x in full:
+        remember_copy(low, x)
+        if in_loop:
+            remember_copy(low, x, _copies_in_loops)
+
+
 def _half_copy(x: Any, half: np.dtype) -> Any:
     """An operand in half: the copy from the forward pass in the same trace if there is one, else a cast."""
     low = None if x.dtype == half else copy_of(x, half)
     return _cast(x, half) if low is None else low
+
+
+def _loop_copy(x: Any, half: np.dtype) -> Any:
+    """The half copy of an operand that a loop does not change, with its derivative; any other operand unchanged."""
+    low = copy_of(x, half, _copies_in_loops)
+    return x if low is None else straight_through.bind(low, x)
 
 
 def _tangent_of_result(primals: Sequence[Any], tangents: Sequence[Any], out: Any, params: dict[str, Any]) -> Any:
@@ -163,9 +181,9 @@ def _tangent_of(operands: Sequence[Any], tangents: Sequence[Any], out: Any, para
     (a, b, *rest), (da, db, *_) = operands, tangents
     parts = []
     if type(da) is not ad.Zero:
-        parts.append(tangent.bind(da, b, *rest, **params))
+        parts.append(tangent.bind(da, _loop_copy(b, params["half"]), *rest, **params))
     if type(db) is not ad.Zero:
-        parts.append(tangent.bind(a, db, *rest, **params))
+        parts.append(tangent.bind(_loop_copy(a, params["half"]), db, *rest, **params))
     if not parts:
         return compat.zero_tangent(out)
     return parts[0] if len(parts) == 1 else ad.add_jaxvals(*parts)
@@ -428,12 +446,12 @@ def set_derivative(
     ad.primitive_transposes[primitive] = transpose
 
 
-def set_no_derivative(primitive: Any, note: Callable[..., None] = lambda out, *operands: None) -> None:
+def set_no_derivative(primitive: Any, note: Callable[..., None] = lambda out, *operands, **params: None) -> None:
     """Gives a primitive the derivative zero, in linear programs too; `note` is called where it is differentiated."""
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
         out = primitive.bind(*primals, **params)
-        note(out, *primals)
+        note(out, *primals, **params)
         return out, compat.zero_tangent(out)
 
     def linearization(nonzeros: Sequence[bool], *primals: Any, **params: Any) -> tuple[Any, bool, Any]:
@@ -455,8 +473,8 @@ def set_identity(primitive: Any, batch: Callable[..., Any]) -> None:
 
 # The first operand is the half copy of a parameter, the second one that parameter. Unlike `lax.stop_gradient`, it has
 # no gradient in a linear program either.
-set_identity(detached, lambda args, dims: (detached.bind(*args), dims[0]))
-set_no_derivative(detached, lambda out, low, *full: remember_copy(low, *full) if full else None)
+set_identity(detached, lambda args, dims, **params: (detached.bind(*args, **params), dims[0]))
+set_no_derivative(detached, _note_copy)
 
 # The first operand is a half copy, the second one the float32 value that receives its derivative. A loop can then read
 # a cast made once before it, while the gradients of all iterations are summed in float32.

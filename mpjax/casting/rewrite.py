@@ -32,10 +32,10 @@ from mpjax.casting.remat import RematRegion
 class MixedValue:
     """A float32 value of the traced program: the array in float32, half and float8, each computed when first read."""
 
-    __slots__ = ("_arrays", "_float8", "half")
+    __slots__ = ("_arrays", "_float8", "half", "in_loop")
 
-    def __init__(self, half: np.dtype, full: Any = None, low: Any = None):
-        self.half = half
+    def __init__(self, half: np.dtype, full: Any = None, low: Any = None, in_loop: bool = False):
+        self.half, self.in_loop = half, in_loop
         self._arrays = [full, low]
         self._float8: dict[Any, float8.Operand] = {}
 
@@ -181,8 +181,8 @@ def _body(region: RematRegion, plan: Plan) -> Callable[..., tuple[Any, ...]]:
         inside = {v: value_of(array, storage, half) for (v, storage), array in zip(region.ins, arrays, strict=True)}
         scopes = len(region.scopes.stack)
         _run(region, inside, plan, scopes)
-        made = {v: step.eqn for step in region.eqns for v in step.outvars}
-        return tuple(array_for(inside[v], storage, iter([made[v]]), scopes) for v, storage in region.outs)
+        maker_of = {v: step.eqn for step in region.eqns for v in step.outvars}
+        return tuple(array_for(inside[v], storage, iter([maker_of[v]]), scopes) for v, storage in region.outs)
 
     return body
 
@@ -253,7 +253,8 @@ def _bind(step: Step, operands: Sequence[Any], half: np.dtype) -> Sequence[Any]:
     avals = _results(step, args, half)
     if step.parameters:
         full = [operands[i][FULL] if i in step.parameters else args[i] for i in range(2)]
-        outs = weight_gradients.matmul(eqn.primitive, params, args, full, step.wide_gradients, avals)
+        in_loop = [operands[i].in_loop if i in step.parameters else False for i in range(2)]
+        outs = weight_gradients.matmul(eqn.primitive, params, args, full, step.wide_gradients, in_loop, avals)
     else:
         outs = staging.bind(eqn.primitive, args, params, avals)
     if not eqn.primitive.multiple_results:

@@ -9,6 +9,8 @@ import pytest
 from jax import lax
 
 import mpjax
+from mpjax import autocast
+from mpjax._jaxpr.program import walk
 from testing import measures
 from testing.random_programs.evaluate import in_numpy
 
@@ -245,3 +247,27 @@ def test_gradients_of_pointwise_convolutions_run_compiled_in_every_layout(layout
     found = jax.jit(jax.grad(mpjax.autocast(loss, "mixed_bfloat16")))(w, x)
     expected = jax.grad(loss)(w, x)
     np.testing.assert_allclose(found, expected, atol=2.0**-5 * float(jnp.max(jnp.abs(expected))))
+
+
+def _recurrent(w, x):
+    def step(h, x):
+        return jnp.tanh(h @ w + x), None
+
+    return jnp.sum(jax.lax.scan(step, x[0], x)[0] ** 2)
+
+
+def test_backward_loop_reads_the_half_kernel_of_the_forward_loop():
+    w, x = jnp.eye(8) / 2, jnp.ones((5, 4, 8))
+    sites = walk(jax.make_jaxpr(jax.grad(autocast(_recurrent)))(w, x))
+    casts = [s.inside for s in sites if s.name == "convert_element_type" and s.invars[0].aval.shape == w.shape]
+    assert casts == [()]
+
+
+def test_second_derivative_by_the_kernel_of_a_loop():
+    w, x = jnp.eye(8) / 2, jnp.linspace(-1, 1, 5 * 4 * 8).reshape(5, 4, 8)
+
+    def penalty(fun):
+        return jax.grad(lambda w: jnp.sum(jax.grad(fun)(w, x) ** 2))(w)
+
+    exact = penalty(_recurrent)
+    assert jnp.abs(penalty(autocast(_recurrent)) - exact).max() < 0.02 * jnp.abs(exact).max()

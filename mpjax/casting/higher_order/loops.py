@@ -181,12 +181,12 @@ def _first_level(level: Level, use: Use, jaxpr: Any, before: Any, after: Any) ->
 
 def _adds_to(jaxpr: Any, before: Any, after: Any) -> bool:
     """Whether `after` is `before` with something added: an accumulator."""
-    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    maker_of = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
 
     def reaches(v: Any) -> bool:
         if v is before:
             return True
-        eqn = None if isinstance(v, compat.Literal) else made.get(v)
+        eqn = None if isinstance(v, compat.Literal) else maker_of.get(v)
         if eqn is None or not primitive(eqn.primitive.name).accumulates:
             return False
         return any(map(reaches, eqn.invars))
@@ -205,7 +205,7 @@ def invariant(value: Any, mask: int, half: Any) -> Callable[[], Any]:
     if not mask & HALF.bit:
         return lambda: MixedValue(half, full=full)
     low = detached.bind(value[HALF])
-    return lambda: MixedValue(half, full=full, low=straight_through.bind(low, full))
+    return lambda: MixedValue(half, full=full, low=straight_through.bind(low, full), in_loop=True)
 
 
 def _issue(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
