@@ -29,7 +29,6 @@ _REACH = 32
 # A value and the dtype in which it is read.
 Read = tuple[Any, Storage]
 _ITEMSIZE = {HALF: 2, Storage.MASK: 1}
-_STORAGES = (FULL, HALF, TRACED)
 
 
 @dataclasses.dataclass(slots=True)
@@ -64,24 +63,6 @@ class RematRegion:
     def outvars(self) -> Sequence[Any]:
         """The variables of `outs`. A result that is read in both dtypes occurs twice there."""
         return list(dict.fromkeys(v for v, _ in self.outs))
-
-
-class _Division(NamedTuple):
-    """The first and last step of a region in a run of steps. `ins`, `given` and `outs` are as in `RematRegion`."""
-
-    first: int
-    last: int
-    ins: tuple[Read, ...] = ()
-    is_input: tuple[bool, ...] = ()
-    outs: tuple[Read, ...] = ()
-
-    def of(self, variables: Mapping[Any, Any]) -> _Division:
-        """The same division of another run, given the mapping from this run's variables to that run's."""
-        ins, outs = (tuple((variables[v], storage) for v, storage in reads) for reads in (self.ins, self.outs))
-        return self._replace(ins=ins, outs=outs)
-
-
-_NOT_DIVIDED = _Division(0, -1)
 
 
 def is_cheap(eqn: Any) -> bool:
@@ -123,7 +104,7 @@ def with_regions(steps: Sequence[Step], values: Mapping[Any, Inferred], results:
     stretches = _Stretches(steps, values, results)
     formed: list[Any] = []
     run: list[Step] = []
-    made: set[Any] = set()
+    outputs: set[Any] = set()
     waiting: dict[Any, list[Step]] = {}  # the results of parts that wait for their first reader, such as a mask
 
     def close(read: Iterable[Any]) -> None:
@@ -136,7 +117,7 @@ def with_regions(steps: Sequence[Step], values: Mapping[Any, Inferred], results:
             else:
                 formed.extend(stretches.divided(part))
         run.clear()
-        made.clear()
+        outputs.clear()
 
     def resume(read: Iterable[Any], joins: bool) -> None:
         """Issues the waiting parts whose results are read. The reader joins the current run, or takes no part in it."""
@@ -147,7 +128,7 @@ def with_regions(steps: Sequence[Step], values: Mapping[Any, Inferred], results:
                 del waiting[result]
             if joins:
                 run.extend(part)
-                made.update(results)
+                outputs.update(results)
             else:
                 formed.extend(stretches.divided(part))
 
@@ -157,14 +138,14 @@ def with_regions(steps: Sequence[Step], values: Mapping[Any, Inferred], results:
         resume(read if waiting else (), belongs)
         if belongs:
             run.append(step)
-            made.update(step.eqn.outvars)
-        elif run and not step.eqn.effects and made.isdisjoint(read):
+            outputs.update(step.eqn.outvars)
+        elif run and not step.eqn.effects and outputs.isdisjoint(read):
             # It reads no result of the run, so it may go first. It is the matmul of another branch.
             formed.append(step)
         else:
             close(read)
             formed.append(step)
-    close(made)
+    close(outputs)
     resume(list(waiting), False)
     return formed
 
@@ -193,8 +174,8 @@ def _connected(run: Sequence[Step]) -> Iterable[list[Step]]:
 
 def _reads_no_float(part: Sequence[Step]) -> bool:
     """Whether connected steps depend only on constants and integers, as the steps that make a mask do."""
-    made = {v for step in part for v in step.eqn.outvars}
-    return not any(compat.is_inexact(v.aval) for step in part for v, _ in step.all_reads if v not in made)
+    inside = {v for step in part for v in step.eqn.outvars}
+    return not any(compat.is_inexact(v.aval) for step in part for v, _ in step.all_reads if v not in inside)
 
 
 def _variables(eqn: Any) -> list[Any]:
@@ -214,7 +195,6 @@ class _Stretches:
     def __init__(self, steps: Sequence[Step], values: Mapping[Any, Inferred], results: Sequence[Read]):
         self.values = values
         self.models: dict[Any, RematRegion] = {}
-        self._divisions: dict[Any, tuple[_Division, list[Any]]] = {}
         self._sizes: dict[Read, int] = {}
         self.readers: dict[Read, list[int]] = {}
         self.stored: set[Read] = set()  # by a matmul, whatever the regions
@@ -228,36 +208,10 @@ class _Stretches:
 
     def divided(self, run: Sequence[Step]) -> list[Any]:
         """A run of cheap steps, with a region in it if one saves memory."""
-        division = self._division_like(run)
-        if not division.outs:
-            return list(run)
-        inside = list(run[division.first : division.last + 1])
-        scopes = compat.common_scopes([step.eqn for step in inside])
-        region = RematRegion(inside, division.ins, division.is_input, division.outs, scopes)
-        try:
-            region.model = self.models.setdefault(_signature(region), region)
-        except TypeError:  # a parameter without a hash
-            region.model = region
-        return [*run[: division.first], region, *run[division.last + 1 :]]
-
-    def _division_like(self, run: Sequence[Step]) -> _Division:
-        """The division of a run, reused from the first equivalent run, for example of an earlier layer."""
-        key, variables = self._key(run)
-        try:
-            known = self._divisions.get(key)
-        except TypeError:  # a parameter without a hash
-            return self._division(run)
-        if known is None:
-            division = self._division(run)
-            self._divisions[key] = division, variables
-            return division
-        return known[0].of(dict(zip(known[1], variables, strict=True)))
-
-    def _division(self, run: Sequence[Step]) -> _Division:
         saved = [self._saved_by(step) for step in run]
         wide = [i for i, reads in enumerate(saved) if any(storage == FULL for _, storage in reads)]
         if not wide:
-            return _NOT_DIVIDED
+            return list(run)
         results = self._results(run)
         # The best start depends on the end, because a step after the region may need a step before it.
         first, last = wide[0], wide[-1]
@@ -271,30 +225,15 @@ class _Stretches:
         ins, outs = tuple(window.ins.items()), _outs(results, first, last)
         without = sum(map(self.size, {read for reads in saved for read in reads}))
         if not outs or without <= window.bytes:
-            return _NOT_DIVIDED
-        return _Division(first, last, ins, tuple(self.is_given(v) for v, _ in ins), outs)
-
-    def _key(self, run: Sequence[Step]) -> tuple[Any, list[Any]]:
-        """A key that equivalent runs share, and the run's variables. Equivalent runs have the same division."""
-        numbers: dict[Any, int] = {}
-        inside = {id(step) for step in run}
-        facts = []
-
-        def number(v: Any) -> Any:
-            if isinstance(v, compat.Literal):
-                return _literal(v)
-            if v not in numbers:
-                numbers[v] = len(numbers)
-                outside = [any(i not in inside for i in self.readers.get((v, s), ())) for s in _STORAGES]
-                stored = [(v, s) in self.stored for s in _STORAGES]
-                facts.append((v.aval, self.values.get(v), *outside, *stored))
-            return numbers[v]
-
-        rows = []
-        for step in run:
-            all_reads = tuple((number(v), storage) for v, storage in step.all_reads)
-            rows.append((_structure(step, number), step.half, all_reads))
-        return (tuple(rows), tuple(facts)), list(numbers)
+            return list(run)
+        inside = list(run[first : last + 1])
+        scopes = compat.common_scopes([step.eqn for step in inside])
+        region = RematRegion(inside, ins, tuple(self.is_input_value(v) for v, _ in ins), outs, scopes)
+        try:
+            region.model = self.models.setdefault(_signature(region), region)
+        except TypeError:  # a parameter without a hash
+            region.model = region
+        return [*run[:first], region, *run[last + 1 :]]
 
     def _saved_by(self, step: Step) -> list[Read]:
         """The values that the derivative of a step saves, with storage dtypes."""
@@ -333,14 +272,14 @@ class _Stretches:
             return least[0]
         return min(least, key=lambda i: (sum(map(_bytes, _outs(results, first, i))), i))
 
-    def is_given(self, v: Any) -> bool:
+    def is_input_value(self, v: Any) -> bool:
         """Whether a value is an unchanged input of the program, which is in memory anyway."""
         return v in self.values and self.values[v].level == Level.INPUT
 
     def size(self, read: Read) -> int:
         """The bytes that storing a value adds; 0 if it is stored anyway."""
         if read not in self._sizes:
-            self._sizes[read] = 0 if read in self.stored or self.is_given(read[0]) else _bytes(read)
+            self._sizes[read] = 0 if read in self.stored or self.is_input_value(read[0]) else _bytes(read)
         return self._sizes[read]
 
     def _results(self, run: Sequence[Step]) -> list[_Result]:
@@ -359,13 +298,13 @@ class _Result(NamedTuple):
     """A value that a run computes, the step that computes it, and the last that reads it; the run's end if another."""
 
     read: Read
-    made: int
+    step: int
     last_read: int
 
 
 def _outs(results: Iterable[_Result], first: int, last: int) -> tuple[Read, ...]:
     """The results of a region that are read outside it."""
-    return tuple(result.read for result in results if first <= result.made <= last < result.last_read)
+    return tuple(result.read for result in results if first <= result.step <= last < result.last_read)
 
 
 def _signature(region: RematRegion) -> Any:
@@ -373,7 +312,10 @@ def _signature(region: RematRegion) -> Any:
     numbers: dict[Any, int] = {}
 
     def number(v: Any) -> Any:
-        return _literal(v) if isinstance(v, compat.Literal) else numbers.setdefault(v, len(numbers))
+        if not isinstance(v, compat.Literal):
+            return numbers.setdefault(v, len(numbers))
+        value = np.asarray(v.val)
+        return v.aval, value.tobytes() if value.dtype != object else id(v)
 
     depth = len(region.scopes.stack)
     ins = tuple((number(v), v.aval, storage) for v, storage in region.ins)
@@ -381,24 +323,13 @@ def _signature(region: RematRegion) -> Any:
     for step in region.eqns:
         if step.closures:
             return id(region)
-        info = step.eqn.source_info
-        steps.append((_structure(step, number), info.name_stack.stack[depth:], info.traceback))
+        eqn, info = step.eqn, step.eqn.source_info
+        inner = () if step.inner is None else (*map(id, step.inner.plans), step.inner.convention)
+        variables = tuple(map(number, eqn.invars)), tuple(map(number, eqn.outvars))
+        how = step.action, step.reads, step.outs, step.broadcast, step.half, inner
+        params = tuple(eqn.params.items())
+        steps.append((eqn.primitive, params, eqn.ctx, variables, how, info.name_stack.stack[depth:], info.traceback))
     return ins, region.is_input, tuple((number(v), storage) for v, storage in region.outs), tuple(steps)
-
-
-def _structure(step: Step, number: Callable[[Any], Any]) -> Any:
-    """The computation of a step, with numbers for variables."""
-    eqn = step.eqn
-    inner = () if step.inner is None else (*map(id, step.inner.plans), step.inner.convention)
-    return (
-        eqn.primitive, tuple(eqn.params.items()), eqn.ctx, tuple(map(number, eqn.invars)),
-        tuple(map(number, eqn.outvars)), step.action, step.reads, step.outs, step.broadcast, inner,
-    )  # fmt: skip
-
-
-def _literal(v: Any) -> Any:
-    value = np.asarray(v.val)
-    return v.aval, value.tobytes() if value.dtype != object else id(v)
 
 
 def _bytes(read: Read) -> int:
@@ -415,7 +346,7 @@ class _Window:
         self.stretches = stretches
         self.ins: dict[Any, Storage] = {}
         self.bytes = 0
-        self._made: set[Any] = set()
+        self._outputs: set[Any] = set()
         self._counts: dict[Read, int] = {}
         for reads in saved:
             self._add(reads)
@@ -431,9 +362,9 @@ class _Window:
 
     def extend_after(self, step: Step, saved: Sequence[Read]) -> None:
         """Adds the step after the region."""
-        self._made.update(step.eqn.outvars)
+        self._outputs.update(step.eqn.outvars)
         for v, storage in step.all_reads:
-            if v not in self._made and v not in self.ins:
+            if v not in self._outputs and v not in self.ins:
                 self.ins[v] = storage if storage == TRACED else self.stretches.values[v].storage
                 self._add([(v, self.ins[v])])
         self._remove(saved)
