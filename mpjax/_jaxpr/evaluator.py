@@ -95,12 +95,10 @@ def _select(mask: Any, new: Any, old: Any) -> Any:
     return lax.select(lax.broadcast_in_dim(mask, new.shape, tuple(range(mask.ndim))), new, old)
 
 
-def shard_map(eqn: Any, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def shard_map(eqn: Any, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
     """A function that issues a `shard_map` again, with another body on other trees."""
-    mapped: Callable[..., Any] = jax.shard_map(
-        body, in_specs=in_specs, out_specs=out_specs, **compat.shard_map_options(eqn.params)
-    )
-    return mapped
+    options = compat.shard_map_options(eqn.params)
+    return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs, **options)
 
 
 def cond(eqn: Any, index: Any, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:

@@ -37,19 +37,19 @@ def bind_on_host(eqn: Any, arrays: Sequence[Any], wide: bool) -> list[Any] | Non
     rule = _RULES.get(name) or _OF_FLOATS.get(name)
     if rule is None or any(value is not None for key, value in params.items() if "sharding" in key):
         return None
-    given = [_numbers(x, v) for x, v in zip(arrays, eqn.invars, strict=True)]
+    operands = [_numbers(x, v) for x, v in zip(arrays, eqn.invars, strict=True)]
     dtypes = [v.aval.dtype for v in outvars]
-    if any(x is None or not x.size for x in given) or not _DTYPES.issuperset(dtypes):
+    if any(x is None or not x.size for x in operands) or not _DTYPES.issuperset(dtypes):
         return None
     # XLA rounds each partial result of these.
     if not wide and name in ("reduce_sum", "integer_pow") and dtypes[0] in HALF_DTYPES:
         return None
     of_floats = name in _OF_FLOATS or (name == "convert_element_type" and dtypes[0].kind in "iu")
-    if of_floats and {np.dtype(np.float32)} != {x.dtype for x in given} | {_widened(dtype) for dtype in dtypes}:
+    if of_floats and {np.dtype(np.float32)} != {x.dtype for x in operands} | {_widened(dtype) for dtype in dtypes}:
         return None
     with np.errstate(all="ignore"):
-        found = rule(params, *given)
-        outs = found if eqn.primitive.multiple_results else [found]
+        results = rule(params, *operands)
+        outs = results if eqn.primitive.multiple_results else [results]
         return [np.asarray(x, _widened(dtype) if wide else dtype) for x, dtype in zip(outs, dtypes, strict=True)]
 
 

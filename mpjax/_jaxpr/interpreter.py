@@ -362,9 +362,9 @@ def widened(x: Any) -> Any:
 
 def bound(eqn: Any, arrays: Sequence[Any], wide: bool) -> list[Any]:
     """Evaluates an equation, with NumPy where that spares a compilation."""
-    found = bind_on_host(eqn, arrays, wide)
-    if found is not None:
-        return found
+    outs = bind_on_host(eqn, arrays, wide)
+    if outs is not None:
+        return outs
     if not any(isinstance(x, jax.core.Tracer) for x in arrays):
         arrays = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in arrays]  # which some primitives insist on
     return (bind_wide if wide else bind)(eqn, arrays)

@@ -20,16 +20,15 @@ from mpjax._jaxpr.source import MARK, traceback_line
 from mpjax.casting import derivative_rules, warnings
 from mpjax.casting.attention import prepare
 from mpjax.casting.attention.kernel import attention_trial
-from mpjax.casting.classify import Region, Setting, tracked
+from mpjax.casting.classify import Region, Setting
 from mpjax.casting.float8 import Float8, Float8Setting
 from mpjax.casting.higher_order import HIGHER_ORDER
-from mpjax.casting.infer import plan_jaxpr
-from mpjax.casting.lattice import FULL, PARAMETER, TRACED
+from mpjax.casting.infer import plan_function
+from mpjax.casting.lattice import FULL, TRACED
 from mpjax.casting.plan import Plan
 from mpjax.casting.regions import disabled, planning, scopes_of_modules
 from mpjax.casting.rewrite import array_for, run_closed, values_of
 from mpjax.casting.rules import Rules, is_pattern
-from mpjax.casting.uses import RESULT, Use
 from mpjax.modules import functional as nnx_calls
 from mpjax.policy import HALF_DTYPES, NORM_PATTERNS, Policy, get_policy
 
@@ -120,13 +119,11 @@ def plan_program(program: TracedCall, setting: Setting, with_owners: bool = Fals
     prepare.remember(jaxpr, consts)
     if with_owners:
         setting = dataclasses.replace(setting, owners=owners_of(jaxpr, program.names))
-    ins = tuple(PARAMETER if tracked(v) else None for v in jaxpr.invars)
-    wanted = tuple(RESULT if tracked(v) else Use.READ for v in jaxpr.outvars)
-    plan = plan_jaxpr(jaxpr, ins, wanted, setting)
+    plan = plan_function(jaxpr, setting)
     if plan.counts.cast or setting.plans_rules:
         return plan
     # Only a derivative rule may have a matmul.
-    return plan_jaxpr(jaxpr, ins, wanted, dataclasses.replace(setting, plans_rules=True))
+    return plan_function(jaxpr, dataclasses.replace(setting, plans_rules=True))
 
 
 def run_program(program: TracedCall, planned: Plan) -> Any:

@@ -29,13 +29,13 @@ class JvpRule:
     Args:
         jaxpr: Its jaxpr, which takes its constants as constvars or as leading inputs.
         consts: The constants: arrays, or tracers of the enclosing program.
-        given: For each operand, whether the rule takes its tangent; other tangents are zero.
+        has_tangent: For each operand, whether the rule takes its tangent; other tangents are zero.
         zeros: For each output, whether its tangent is zero.
     """
 
     jaxpr: Any
     consts: Sequence[Any]
-    given: Sequence[bool]
+    has_tangent: Sequence[bool]
     zeros: Sequence[bool]
 
 
@@ -70,7 +70,7 @@ class VjpRule:
     trees: Sequence[Any]
 
     @property
-    def made(self) -> int:
+    def num_computed(self) -> int:
         """Number of residuals that the forward rule computes, Python scalars included."""
         return sum(r.operand is None for r in self.residuals)
 
@@ -161,8 +161,8 @@ _own: weakref.WeakKeyDictionary[Any, frozenset[Any]] = weakref.WeakKeyDictionary
 
 def _variables(jaxpr: Any) -> frozenset[Any]:
     if jaxpr not in _own:
-        made = (v for eqn in jaxpr.eqns for v in eqn.outvars)
-        _own[jaxpr] = frozenset([*jaxpr.constvars, *jaxpr.invars, *made])
+        results = (v for eqn in jaxpr.eqns for v in eqn.outvars)
+        _own[jaxpr] = frozenset([*jaxpr.constvars, *jaxpr.invars, *results])
     return _own[jaxpr]
 
 
@@ -225,13 +225,13 @@ def vjp_rule(params: dict[str, Any], ins: Sequence[Any], perturbed: Sequence[boo
     """
     with planning(planning.value or "a rule"):
         jaxpr, consts, forwards, trees = compat.fwd_rule(params, perturbed)
-    made = iter(jaxpr.outvars)
+    computed = iter(jaxpr.outvars)
     residuals = []
     for operand in forwards:
         if operand is not None:
             residuals.append(Residual(ins[operand], operand=operand))
             continue
-        v = next(made)
+        v = next(computed)
         scalar = v.val if isinstance(v, compat.Literal) and isinstance(v.val, (bool, int, float, complex)) else None
         residuals.append(Residual(v.aval, scalar=scalar))
     return VjpRule(jaxpr, consts, tuple(residuals), trees)
@@ -245,13 +245,13 @@ def backward_rule(params: dict[str, Any], rule: VjpRule, cotangents: Sequence[An
         rule: Its forward rule.
         cotangents: Abstract values, `SymbolicZero`s, or float0 arrays for outputs that are not floats.
     """
-    given = [r.aval if r.scalar is None else r.scalar for r in rule.residuals] + list(cotangents)
+    operands = [r.aval if r.scalar is None else r.scalar for r in rule.residuals] + list(cotangents)
     zeros: list[bool] = []
     logs: list[Any] = []
 
     def fun(*arrays: Any) -> list[Any]:
         rest = iter(arrays)
-        args = [next(rest) if _is_abstract(x) else x for x in given]
+        args = [next(rest) if _is_abstract(x) else x for x in operands]
         count = len(rule.residuals)
         cts, logged = compat.call_bwd(params, rule.trees, args[:count], args[count:])
         leaves, tree = jax.tree.flatten(logged)
@@ -260,7 +260,7 @@ def backward_rule(params: dict[str, Any], rule: VjpRule, cotangents: Sequence[An
         return [*(ct for ct in cts if not (ct is None or type(ct) is SymbolicZero)), *leaves]
 
     with planning(planning.value or "a rule"):
-        jaxpr = compat.trace(fun, *(compat.example(x) for x in given if _is_abstract(x)))
+        jaxpr = compat.trace(fun, *(compat.example(x) for x in operands if _is_abstract(x)))
     return BackwardRule(jaxpr, tuple(zeros), logs[0])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,6 +17,13 @@ _E4M3, _E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 COTANGENTS = {"e5m2": _E5M2, "e4m3": _E4M3}
 WEIGHT_GRADIENTS = ("float8", "half")
 _MULTIPLE = 16
+
+
+def check_choices(options: Any, choices: Mapping[str, Sequence[str]]) -> None:
+    """Raises a `ValueError` if a field of options has none of its values."""
+    for name, values in choices.items():
+        if (value := getattr(options, name)) not in values:
+            raise ValueError(f"{type(options).__name__}({name}={value!r}): one of {', '.join(map(repr, values))}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,20 +59,18 @@ class Float8:
     deny: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, choices in (("cotangents", tuple(COTANGENTS)), ("weight_gradients", WEIGHT_GRADIENTS)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"Float8({name}={getattr(self, name)!r}): one of {', '.join(map(repr, choices))}.")
+        check_choices(self, {"cotangents": tuple(COTANGENTS), "weight_gradients": WEIGHT_GRADIENTS})
         sizes = self.min_size
         if not (isinstance(sizes, tuple) and len(sizes) == 2 and all(isinstance(n, int) and n >= 0 for n in sizes)):
             raise ValueError(f"Float8(min_size={sizes!r}): give two sizes (K, N), such as (4096, 1024) or (0, 0).")
         for name in ("axis_name", "allow", "deny"):
-            given = getattr(self, name)
-            if isinstance(given, str) and name != "axis_name":
-                raise ValueError(f"Float8({name}={given!r}): give a list of patterns.")
-            given = (given,) if isinstance(given, str) else tuple(given)
-            if not all(isinstance(part, str) and part for part in given):
+            value = getattr(self, name)
+            if isinstance(value, str) and name != "axis_name":
+                raise ValueError(f"Float8({name}={value!r}): give a list of patterns.")
+            value = (value,) if isinstance(value, str) else tuple(value)
+            if not all(isinstance(part, str) and part for part in value):
                 raise ValueError(f"Float8({name}={getattr(self, name)!r}): give strings.")
-            object.__setattr__(self, name, given)
+            object.__setattr__(self, name, value)
 
     @property
     def axes(self) -> tuple[str, ...]:

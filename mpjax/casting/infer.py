@@ -38,7 +38,7 @@ from mpjax.casting.lattice import (
 )
 from mpjax.casting.plan import NOTHING, Action, MatmulCounts, Plan, Step, is_left_alone
 from mpjax.casting.remat import with_regions
-from mpjax.casting.uses import Use, is_needed, uses
+from mpjax.casting.uses import RESULT, Use, is_needed, uses
 from mpjax.policy import HALF_DTYPES
 
 _cache: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDictionary()
@@ -61,6 +61,14 @@ def plan_jaxpr(jaxpr: Any, ins: tuple[Inferred | None, ...], wanted: tuple[Use, 
         known[key] = Inference(program.jaxpr, ins, wanted, setting).plan()
         known[key].unfused = program.refused
     return known[key]
+
+
+def plan_function(jaxpr: Any, setting: Setting) -> Plan:
+    """The plan of a jaxpr whose inputs are castable, and whose outputs are returned in float32."""
+    opened = compat.open_jaxpr(jaxpr).jaxpr
+    ins = tuple(PARAMETER if tracked(v) else None for v in opened.invars)
+    wanted = tuple(RESULT if tracked(v) else Use.READ for v in opened.outvars)
+    return plan_jaxpr(opened, ins, wanted, setting)
 
 
 class Inference:

@@ -11,17 +11,19 @@ from typing import Any
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import TABLE, Op
 from mpjax._jaxpr.primitives import primitive as primitive_row
-from mpjax.casting.float8 import Float8
+from mpjax.casting.float8 import Float8, check_choices
 from mpjax.policy import path_matches
 
 Predicate = Callable[[Any, Mapping[str, Any], tuple[Any, ...]], bool]
 Entry = str | Predicate
 
-LEVELS = ("conservative", "default", "half")
-RESIDUALS = ("auto", "half", "full")
-RESIDUAL_STREAMS = ("half", "float32")
-WEIGHT_GRADIENTS = ("float32", "everywhere", "half")
-ATTENTION = ("unfused", "fused", "cudnn", "pallas", "xla")
+CHOICES = {
+    "level": ("conservative", "default", "half"),
+    "residuals": ("auto", "half", "full"),
+    "residual_stream": ("half", "float32"),
+    "weight_gradients": ("float32", "everywhere", "half"),
+    "attention": ("unfused", "fused", "cudnn", "pallas", "xla"),
+}
 _LISTS = (("allow", Op.ALLOW), ("deny", Op.DENY), ("infer", Op.INFER))
 _VARIABLES = {name: f"MPJAX_{name.upper()}LIST_ADD" for name, _ in _LISTS}
 
@@ -109,11 +111,7 @@ class Rules:
     def __post_init__(self) -> None:
         for name, _ in _LISTS:
             object.__setattr__(self, name, _entries(f"Rules({name}=...)", getattr(self, name)))
-        _check_choice("level", self.level, LEVELS)
-        _check_choice("residuals", self.residuals, RESIDUALS)
-        _check_choice("weight_gradients", self.weight_gradients, WEIGHT_GRADIENTS)
-        _check_choice("residual_stream", self.residual_stream, RESIDUAL_STREAMS)
-        _check_choice("attention", self.attention, ATTENTION)
+        check_choices(self, CHOICES)
         if not isinstance(self.float8, Float8 | None):
             raise ValueError(f"Rules(float8={self.float8!r}): give a mpjax.Float8.")
         _check_overlap(self)
@@ -123,8 +121,8 @@ class Rules:
         changed: dict[str, tuple[Entry, ...]] = {}
         moved = {entry for entries in lists.values() for entry in _entries("Rules.add", entries)}
         for name, _ in _LISTS:
-            kept = tuple(entry for entry in getattr(self, name) if entry not in moved)
-            changed[name] = kept + _entries(f"Rules.add({name}=...)", lists.get(name, ()))
+            others = tuple(entry for entry in getattr(self, name) if entry not in moved)
+            changed[name] = others + _entries(f"Rules.add({name}=...)", lists.get(name, ()))
         return dataclasses.replace(self, allow=changed["allow"], deny=changed["deny"], infer=changed["infer"])
 
     def list_of(self, primitive: str) -> str:
@@ -205,11 +203,6 @@ def _entries(where: str, entries: Any) -> tuple[Entry, ...]:
                 "f(primitive, params, avals)."
             )
     return entries
-
-
-def _check_choice(field: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"Rules({field}={value!r}): one of {', '.join(map(repr, choices))}.")
 
 
 def _check_overlap(rules: Rules) -> None:

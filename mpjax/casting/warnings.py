@@ -122,7 +122,7 @@ def check_float8_device(device: Any) -> None:
 def check_plan(plan: Plan) -> None:
     """Warns about a program with little to cast, matmuls that are half already, and rules that match nothing."""
     counts, setting = plan.counts, plan.setting
-    kept = _Kept.of(rows_of(plan)) if counts.left else _Kept()
+    in_float32 = _InFloat32.of(rows_of(plan)) if counts.left else _InFloat32()
     if not counts.cast and counts.written:
         _warn(
             f"autocast: all {counts.written} matmuls and convolutions that it may cast are in half already (the model "
@@ -130,14 +130,14 @@ def check_plan(plan: Plan) -> None:
             "adds nothing: use only one of the two."
         )
     elif not counts.cast and not counts.loops:
-        left = f" Left in float32: {kept}." if kept.causes else ""
+        left = f" Left in float32: {in_float32}." if in_float32.causes else ""
         _warn(
             f"autocast found no matmul or convolution of float32 arrays to run in {setting.half}.{left} "
             "See mpjax.explain(fun, *args)."
         )
-    elif kept.share > _MUCH and not counts.loops:
+    elif in_float32.share > _MUCH and not counts.loops:
         _warn(
-            f"autocast: {kept.share:.0%} of the FLOPs of matmuls and convolutions stay in float32. {kept}. "
+            f"autocast: {in_float32.share:.0%} of the FLOPs of matmuls and convolutions stay in float32. {in_float32}. "
             "See mpjax.explain(fun, *args)."
         )
     if counts.loops:
@@ -174,7 +174,7 @@ _MUCH = 0.2  # of the FLOPs of a program's matmuls
 
 
 @dataclasses.dataclass
-class _Kept:
+class _InFloat32:
     """The matmuls and convolutions that stay in float32: their number by primitive and reason.
 
     Args:
@@ -186,7 +186,7 @@ class _Kept:
     share: float = 0.0
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> _Kept:
+    def of(cls, rows: Sequence[Row]) -> _InFloat32:
         causes: dict[tuple[str, str], int] = {}
         unasked = total = 0
         for row in rows:

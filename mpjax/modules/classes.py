@@ -13,7 +13,7 @@ from typing import Any, Protocol
 _KEPT = ("__module__", "__qualname__", "__doc__")
 
 
-class Setting(Protocol):
+class Change(Protocol):
     """A hashable description of the change."""
 
     def namespace(self, base: Any) -> dict[str, Any]:
@@ -22,7 +22,7 @@ class Setting(Protocol):
 
 
 # One class per author's class and setting, so that equal models with equal settings are equal.
-_classes: weakref.WeakValueDictionary[tuple[type, Setting], type] = weakref.WeakValueDictionary()
+_classes: weakref.WeakValueDictionary[tuple[type, Change], type] = weakref.WeakValueDictionary()
 
 
 def original_class(cls: Any) -> Any:
@@ -35,14 +35,14 @@ def setting_of(module: Any) -> Any:
     return getattr(type(module), "_mpjax_setting", None)
 
 
-def become(module: Any, setting: Setting | None) -> None:
+def become(module: Any, setting: Change | None) -> None:
     """Changes a module in place: to a setting, or back to its author's class."""
     base = original_class(type(module))
     # Modules may be frozen, or have a `__setattr__` of their own.
     object.__setattr__(module, "__class__", base if setting is None else class_with(base, setting))
 
 
-def class_with(base: Any, setting: Setting) -> Any:
+def class_with(base: Any, setting: Change) -> Any:
     """The subclass of an author's class that follows a setting."""
     if (base, setting) not in _classes:
         namespace = {name: getattr(base, name) for name in _KEPT} | {"__reduce__": reduce_}
@@ -59,5 +59,5 @@ def reduce_(self: Any) -> Any:
     return _blank, (self._mpjax_base, self._mpjax_setting), self.__getstate__()
 
 
-def _blank(base: type, setting: Setting) -> Any:
+def _blank(base: type, setting: Change) -> Any:
     return object.__new__(class_with(base, setting))

@@ -55,7 +55,7 @@ def _trace(fun: Any, *args: Any) -> Traced:
     return Traced(*jax.make_jaxpr(fun, return_shape=True)(*args))
 
 
-class Program:
+class TrainingProgram:
     """A traced training program.
 
     Args:
@@ -141,7 +141,7 @@ class _Watching:
         return out
 
 
-def _structures(plain: Program, scaled: Program) -> None:
+def _structures(plain: TrainingProgram, scaled: TrainingProgram) -> None:
     for name in ("init", "run"):
         a, b = (_leaves(getattr(program, name).shapes) for program in (plain, scaled))
         if a.keys() != b.keys():
@@ -160,7 +160,7 @@ def _norm(x: Any) -> float:
     return float(np.sqrt(np.sum(np.square(np.asarray(x, np.float64)))))
 
 
-def _check_compiled(plain: Program, scaled: Program) -> None:
+def _check_compiled(plain: TrainingProgram, scaled: TrainingProgram) -> None:
     """Compiled, the gradients of the first step differ by rounding only: fusions may add in another order."""
     batch = plain.batches[0]
     if np.any(batch["spike"]) or plain.case.loop == "scan":
@@ -214,7 +214,7 @@ def _rounding(half: Any, seed: int, dependent: Sequence[bool] | None) -> Store:
     return lambda x, dtype: round_to_half(x, dtype) if next(each) else x
 
 
-def _check_half(case: Case, plain: Program, scaled: Program) -> str:
+def _check_half(case: Case, plain: TrainingProgram, scaled: TrainingProgram) -> str:
     """With a half policy, each step is as close to float64 as one whose activations are rounded to half.
 
     Only what depends on the params is rounded for that bound: `with_policy` leaves other values of user code, such as
@@ -236,7 +236,7 @@ def _check_half(case: Case, plain: Program, scaled: Program) -> str:
     return min(outcomes)  # the strongest
 
 
-def _check_half_step(case: Case, plain: Program, carry: Any, batch: Any, found: Any) -> str:
+def _check_half_step(case: Case, plain: TrainingProgram, carry: Any, batch: Any, found: Any) -> str:
     half = mpjax.get_policy(case.policy).compute_dtype
     first, dependent = _Comparing(), None
     reference = _evaluated(plain, first, carry, batch)
@@ -298,13 +298,13 @@ def check(case: Case, compiled: bool = False) -> str:
     with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"):
         warnings.simplefilter("ignore")
         try:
-            plain = Program(case, PLAIN)
+            plain = TrainingProgram(case, PLAIN)
         except Exception as error:
             raise Rejected(f"{type(error).__name__}: {error}") from error
         if any(e.name == "custom_lin" for e in equations(plain.run.jaxpr)):
             raise Rejected("forward-mode differentiation of a custom_vjp")
         try:
-            scaled = Program(case, None)
+            scaled = TrainingProgram(case, None)
         except Exception as error:
             _raise_if_jit_fails(case, error)
             raise Failure("runs", cause_of(error), traceback.format_exc()) from error
@@ -320,14 +320,14 @@ def check(case: Case, compiled: bool = False) -> str:
 def _raise_if_jit_fails(case: Case, error: Exception) -> None:
     """Raises `Rejected` if the program fails in the same way with `jax.jit` where mpjax traces a function."""
     try:
-        Program(case, JITTED)
+        TrainingProgram(case, JITTED)
     except Exception as other:
         # Flax refuses the same in several ways; mpjax adds a note that it traces the function.
         if type(other) is type(error) or any("traces the function" in note for note in getattr(error, "__notes__", ())):
             raise Rejected(f"jax.jit fails with the same error: {error}") from error
 
 
-def _evaluated(plain: Program, store: Store, carry: Any, batch: Any) -> Any:
+def _evaluated(plain: TrainingProgram, store: Store, carry: Any, batch: Any) -> Any:
     """A step of the plain program; the evaluator must support it."""
     try:
         return plain.run(store, carry, batch)
@@ -335,7 +335,7 @@ def _evaluated(plain: Program, store: Store, carry: Any, batch: Any) -> Any:
         raise Rejected(f"not evaluated: {type(reason).__name__}: {reason}") from reason
 
 
-def _check_values(plain: Program, scaled: Program) -> str:
+def _check_values(plain: TrainingProgram, scaled: TrainingProgram) -> str:
     carry, other = plain.start(as_typed), scaled.start(as_typed)
     for i, batch in enumerate(plain.batches):
         expected = _evaluated(plain, as_typed, carry, batch)
@@ -350,7 +350,13 @@ def _check_values(plain: Program, scaled: Program) -> str:
 
 
 def _explained(
-    plain: Program, scaled: Program, carry: Any, other: Any, batch: Any, different: Sequence[str], step: str
+    plain: TrainingProgram,
+    scaled: TrainingProgram,
+    carry: Any,
+    other: Any,
+    batch: Any,
+    different: Sequence[str],
+    step: str,
 ) -> str:
     """Why a step's results are not bitwise equal, if there is a reason."""
     gradients = [path for path in different if path.startswith("[1]")]

@@ -40,10 +40,10 @@ def fresh(shape: Iterable[int]) -> Dims:
 
 def flat(axes: Iterable[Axis]) -> tuple[Axis, ...]:
     """The axes, those that were split replaced by their parts."""
-    found: list[Axis] = []
+    whole: list[Axis] = []
     for axis in axes:
-        found.extend([axis] if axis.parts == (axis,) else flat(axis.parts))
-    return tuple(found)
+        whole.extend([axis] if axis.parts == (axis,) else flat(axis.parts))
+    return tuple(whole)
 
 
 def joined(dims: Iterable[tuple[Axis, ...]]) -> tuple[Axis, ...]:

@@ -17,13 +17,13 @@ from mpjax._jaxpr.primitives import primitive
 from mpjax.casting.attention.axes import Axis, Dims, Unfit, downstream, flat, fresh, joined, of_operand, upstream
 from mpjax.casting.attention.flow import Flow, changes_dtype, variables
 from mpjax.casting.attention.masks import HIDES, add_bias, add_mask
-from mpjax.casting.attention.parts import Found
+from mpjax.casting.attention.parts import Attention
 from mpjax.casting.classify import tracked
 
 _RULES = ("custom_jvp_call", "custom_vjp_call")
 # Elementwise operations that change probabilities. An attention with one of them is known, and not fused.
 _CHANGES = ("mul", "div", "select_n", "add", "sub", "and", *_RULES)
-_Note = Callable[[Found], None]
+_Note = Callable[[Attention], None]
 
 
 class _Step(NamedTuple):
@@ -41,21 +41,21 @@ class _Step(NamedTuple):
     trail: tuple[Any, ...] = ()
 
 
-def attentions(flow: Flow) -> Iterator[Found]:
+def attentions(flow: Flow) -> Iterator[Attention]:
     """The attentions of a program without calls, in program order, with those that can't be fused."""
     for eqn in flow.jaxpr.eqns:
         if eqn.primitive.name == "exp" and eqn.outvars[0] in flow.readers and tracked(eqn.outvars[0]):
             try:
-                found = _attention(flow, eqn)
+                attention = _attention(flow, eqn)
             except Unfit:
                 continue
-            if found is not None:
-                _check_readers(flow, found)
-                _check_dtypes(found)
-                yield found
+            if attention is not None:
+                _check_readers(flow, attention)
+                _check_dtypes(attention)
+                yield attention
 
 
-def _attention(flow: Flow, exp: Any) -> Found | None:
+def _attention(flow: Flow, exp: Any) -> Attention | None:
     """The attention around an exponential; None if there is none."""
     dims = fresh(exp.outvars[0].aval.shape)
     normalised = _normalised(flow, exp, dims)
@@ -66,15 +66,15 @@ def _attention(flow: Flow, exp: Any) -> Found | None:
     if product is None:
         return None
     values, side, of_p, after, changed = product
-    found = Found(values, inside=[exp, *inside, *after], probabilities=changed)
+    attention = Attention(values, inside=[exp, *inside, *after], probabilities=changed)
     shift = _shift(flow, exp.invars[0], dims, keys)
     scores = exp.invars[0] if shift is None else shift.invars[0]
-    if not _search_scores(flow, found, _Step(scores, dims, 1.0), keys):
+    if not _search_scores(flow, attention, _Step(scores, dims, 1.0), keys):
         return None
     if shift is not None:
-        found.inside += [shift, *flow.between(found.scores.outvars[0], shift.invars[1])]
-    _add_values(found, side, of_p)
-    return found
+        attention.inside += [shift, *flow.between(attention.scores.outvars[0], shift.invars[1])]
+    _add_values(attention, side, of_p)
+    return attention
 
 
 def _normalised(flow: Flow, exp: Any, dims: Dims) -> tuple[Any, tuple[Axis, ...], list[Any]] | None:
@@ -166,7 +166,7 @@ def _shift(flow: Flow, v: Any, dims: Dims, keys: tuple[Axis, ...]) -> Any:
     return None if set(joined(of_shift)) & set(flat(keys)) else eqn
 
 
-def _search_scores(flow: Flow, found: Found, start: _Step, keys: tuple[Axis, ...]) -> bool:
+def _search_scores(flow: Flow, attention: Attention, start: _Step, keys: tuple[Axis, ...]) -> bool:
     """Follows the scores back to the product of queries and keys. Whether it is reached."""
     waiting, known = [start], {start.v}
     while waiting:
@@ -176,17 +176,17 @@ def _search_scores(flow: Flow, found: Found, start: _Step, keys: tuple[Axis, ...
             continue
         if eqn.primitive.name == "dot_general":
             try:
-                _add_scores(found, eqn, step.dims, keys)
+                _add_scores(attention, eqn, step.dims, keys)
             except Unfit:
                 continue
-            found.scores, found.scale = eqn, step.factor
-            found.inside.append(eqn)
+            attention.scores, attention.scale = eqn, step.factor
+            attention.inside.append(eqn)
             trail = step.trail
             while trail:
                 (after, note), trail = trail
-                found.inside.append(after)
+                attention.inside.append(after)
                 if note is not None:
-                    note(found)
+                    note(attention)
             # From the scores on, so that the first reason is that of the first operation.
             return True
         before = [
@@ -242,26 +242,26 @@ def _operands(flow: Flow, eqn: Any, dims: Dims, factor: float) -> Iterator[tuple
 
 
 def _refusal(why: str) -> _Note:
-    return lambda found: found.refuse(why)
+    return lambda attention: attention.refuse(why)
 
 
 def _bias(flow: Flow, other: Any, dims: Dims, factor: float) -> _Note:
-    return lambda found: add_bias(flow, found, other, of_operand(other, dims), factor)
+    return lambda attention: add_bias(flow, attention, other, of_operand(other, dims), factor)
 
 
 def _mask(flow: Flow, which: Any, other: Any, inverted: bool, dims: Dims, factor: float) -> _Note:
     number = flow.scalar(other)
 
-    def note(found: Found) -> None:
+    def note(attention: Attention) -> None:
         if number is None or not (number * np.sign(factor) <= HIDES and number * factor <= HIDES):
-            found.refuse("its masked scores are not below every float16")
+            attention.refuse("its masked scores are not below every float16")
         else:
-            add_mask(flow, found, which, of_operand(which, dims), inverted, number * factor)
+            add_mask(flow, attention, which, of_operand(which, dims), inverted, number * factor)
 
     return note
 
 
-def _add_scores(found: Found, scores: Any, out: Dims, keys: tuple[Axis, ...]) -> None:
+def _add_scores(attention: Attention, scores: Any, out: Dims, keys: tuple[Axis, ...]) -> None:
     """Notes which axes are batch, queries and keys, and the axes of queries and keys.
 
     Raises:
@@ -288,16 +288,16 @@ def _add_scores(found: Found, scores: Any, out: Dims, keys: tuple[Axis, ...]) ->
         q, k = 1, 0
     else:
         raise Unfit
-    found.batch, found.queries, found.keys, found.head = common, frees[q], keys, joined(head)
-    found.parts = ((scores.invars[q], operands[q]), (scores.invars[k], operands[k]))
+    attention.batch, attention.queries, attention.keys, attention.head = common, frees[q], keys, joined(head)
+    attention.parts = ((scores.invars[q], operands[q]), (scores.invars[k], operands[k]))
 
 
-def _add_values(found: Found, side: int, of_p: Dims) -> None:
+def _add_values(attention: Attention, side: int, of_p: Dims) -> None:
     """Notes the axes of the values and of the result."""
-    (contracted, batch) = found.values.params["dimension_numbers"]
-    v = found.values.invars[1 - side]
-    if set(joined(of_p[d] for d in batch[side])) != set(flat(found.batch)):
-        found.refuse("its keys and values have different batches")
+    (contracted, batch) = attention.values.params["dimension_numbers"]
+    v = attention.values.invars[1 - side]
+    if set(joined(of_p[d] for d in batch[side])) != set(flat(attention.batch)):
+        attention.refuse("its keys and values have different batches")
     width = fresh(v.aval.shape)
     c, b = contracted[1 - side], batch[1 - side]
     of_v = tuple(
@@ -308,49 +308,49 @@ def _add_values(found: Found, side: int, of_p: Dims) -> None:
         [dim for d, dim in enumerate(of) if d not in contracted[i] and d not in batch[i]]
         for i, of in enumerate((of_p, of_v) if side == 0 else (of_v, of_p))
     ]
-    found.out = (*(of_p[d] for d in batch[side]), *frees[0], *frees[1])
-    found.width = joined(dim for d, dim in enumerate(of_v) if d not in c and d not in b)
-    if math.prod(a.size for a in found.width) != math.prod(a.size for a in found.head):
-        found.refuse("its values have another head size than its keys")
-    found.parts = (*found.parts, (v, of_v))
+    attention.out = (*(of_p[d] for d in batch[side]), *frees[0], *frees[1])
+    attention.width = joined(dim for d, dim in enumerate(of_v) if d not in c and d not in b)
+    if math.prod(a.size for a in attention.width) != math.prod(a.size for a in attention.head):
+        attention.refuse("its values have another head size than its keys")
+    attention.parts = (*attention.parts, (v, of_v))
 
 
-def _check_readers(flow: Flow, found: Found) -> None:
+def _check_readers(flow: Flow, attention: Attention) -> None:
     """Refuses an attention whose scores or probabilities something else reads, or changes."""
-    inside = {id(eqn) for eqn in found.inside} | {id(found.values)}
-    made = {v for eqn in found.inside for v in eqn.outvars}
-    if not made.isdisjoint(each.v for each in found.added):
-        found.refuse("its scores are read by its mask or bias too")
-    for eqn in found.inside:
+    inside = {id(eqn) for eqn in attention.inside} | {id(attention.values)}
+    results = {v for eqn in attention.inside for v in eqn.outvars}
+    if not results.isdisjoint(each.v for each in attention.added):
+        attention.refuse("its scores are read by its mask or bias too")
+    for eqn in attention.inside:
         for v in eqn.outvars:
-            what = "probabilities" if v in found.probabilities else "scores"
+            what = "probabilities" if v in attention.probabilities else "scores"
             if v in flow.returned:
-                found.refuse(f"its {what} are returned")
+                attention.refuse(f"its {what} are returned")
             for reader in flow.readers.get(v, ()):
                 if id(reader) in inside:
                     continue
                 if "jvp(" in str(reader.source_info.name_stack):
-                    found.refuse(
+                    attention.refuse(
                         "the program contains its gradient already; put autocast inside the function that is "
                         "differentiated"
                     )
-                found.refuse(f"its {what} are read by {reader.primitive.name} too")
-    changes = [eqn for eqn in found.inside if found.probabilities & set(variables(eqn.invars))]
+                attention.refuse(f"its {what} are read by {reader.primitive.name} too")
+    changes = [eqn for eqn in attention.inside if attention.probabilities & set(variables(eqn.invars))]
     changes = [eqn for eqn in changes if eqn.primitive.name in _CHANGES or changes_dtype(eqn)]
     if any(flow.is_random(v) for eqn in changes for v in eqn.invars):
-        found.refuse("dropout on its probabilities")
+        attention.refuse("dropout on its probabilities")
     for eqn in changes:
         cast = "the program fixes the dtype of its probabilities"
-        found.refuse(cast if changes_dtype(eqn) else f"{eqn.primitive.name} changes its probabilities")
+        attention.refuse(cast if changes_dtype(eqn) else f"{eqn.primitive.name} changes its probabilities")
 
 
-def _check_dtypes(found: Found) -> None:
+def _check_dtypes(attention: Attention) -> None:
     """Refuses an attention whose operands are not in float32."""
-    for eqn in (found.scores, found.values):
+    for eqn in (attention.scores, attention.values):
         if not all(map(tracked, (*eqn.invars, *eqn.outvars))):
-            found.refuse("the program fixes its dtypes")
-    if not all(tracked(bias.v) or not compat.is_inexact(bias.v.aval) for bias in found.biases):
-        found.refuse("the program fixes the dtype of its bias")
+            attention.refuse("the program fixes its dtypes")
+    if not all(tracked(bias.v) or not compat.is_inexact(bias.v.aval) for bias in attention.biases):
+        attention.refuse("the program fixes the dtype of its bias")
 
 
 def _is_reciprocal(eqn: Any) -> bool:

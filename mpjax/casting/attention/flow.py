@@ -20,36 +20,36 @@ class Flow:
 
     def __init__(self, jaxpr: Any, consts: Mapping[Any, Any] = MappingProxyType({})):
         self.jaxpr, self.consts = jaxpr, consts
-        self.made: dict[Any, Any] = {}
+        self._maker_of: dict[Any, Any] = {}
         self.readers: dict[Any, list[Any]] = {}
-        self.seen: set[int] = set()  # The equations that a search has looked at, by `id`.
+        self.visited: set[int] = set()  # The equations that a search has looked at, by `id`.
         self.returned = set(variables(jaxpr.outvars))
         self._values: dict[Any, Any] = dict(consts)
         live = set(self.returned)
         for eqn in reversed(jaxpr.eqns):
             if not eqn.effects and live.isdisjoint(eqn.outvars):
                 continue
-            self.made.update((v, eqn) for v in eqn.outvars)
+            self._maker_of.update((v, eqn) for v in eqn.outvars)
             for v in dict.fromkeys(variables(eqn.invars)):
                 live.add(v)
                 self.readers.setdefault(v, []).append(eqn)
         self._closed = set(consts)
         self._bits: set[Any] = set()  # What random bits determine, and no number that the program is given.
-        given = {v for v in (*jaxpr.invars, *jaxpr.constvars) if compat.is_inexact(v.aval)}
+        from_floats = {v for v in (*jaxpr.invars, *jaxpr.constvars) if compat.is_inexact(v.aval)}
         for eqn in jaxpr.eqns:
             read = set(variables(eqn.invars))
             apart = eqn.effects or primitive(eqn.primitive.name).foreign or _communicates(eqn)
             if read <= self._closed and not apart:
                 self._closed.update(eqn.outvars)
-            if not read.isdisjoint(given):
-                given.update(eqn.outvars)
+            if not read.isdisjoint(from_floats):
+                from_floats.update(eqn.outvars)
             elif not read.isdisjoint(self._bits) or "random" in eqn.primitive.name or "threefry" in eqn.primitive.name:
                 self._bits.update(eqn.outvars)
 
     def maker(self, v: Any) -> Any:
         """The equation that makes a variable; None for inputs, constants and literals."""
-        eqn = None if isinstance(v, compat.Literal) else self.made.get(v)
-        self.seen.add(id(eqn))
+        eqn = None if isinstance(v, compat.Literal) else self._maker_of.get(v)
+        self.visited.add(id(eqn))
         return eqn
 
     def stripped(self, v: Any, dims: Dims, casts: bool = False) -> tuple[Any, Dims]:
@@ -66,8 +66,8 @@ class Flow:
         """The value of all elements of a variable, if they are one number that depends on no input; else None."""
         if not isinstance(v, compat.Literal):
             v, _ = self.stripped(v, fresh(v.aval.shape), casts=True)
-        found = self.constant(v) if v.aval.size == 1 else None
-        return None if found is None else float(found.reshape(()))
+        value = self.constant(v) if v.aval.size == 1 else None
+        return None if value is None else float(value.reshape(()))
 
     def is_random(self, v: Any) -> bool:
         """Whether random bits determine a variable, as they do the mask of a dropout."""
@@ -108,12 +108,12 @@ class Flow:
 
     def between(self, start: Any, end: Any) -> list[Any]:
         """The equations by which a variable depends on another, in order."""
-        after, found = {start}, []
+        after, path = {start}, []
         for eqn in self._before([end], start):
             if not after.isdisjoint(variables(eqn.invars)):
                 after.update(eqn.outvars)
-                found.append(eqn)
-        return found
+                path.append(eqn)
+        return path
 
     def _before(self, ends: Iterable[Any], start: Any = None) -> list[Any]:
         """The equations on which variables depend, in order, up to a variable."""

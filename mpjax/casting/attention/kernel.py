@@ -18,7 +18,7 @@ from mpjax.casting.attention.flow import Flow
 from mpjax.casting.attention.layout import Layout, size_of
 from mpjax.casting.attention.masks import resolved
 from mpjax.casting.attention.pallas import flash_attention
-from mpjax.casting.attention.parts import Bias, Found, Mask
+from mpjax.casting.attention.parts import Attention, Bias, Mask
 
 ATTENTION = jax.extend.core.Primitive("fused_attention")
 # Of bias and mask together, no row may become -inf in half. JAX adds -2**41 and -2**15 to masked scores in cuDNN's
@@ -119,9 +119,11 @@ class Options:
         rows, columns = np.arange(out.shape[1])[:, None], np.arange(keys)
         left, right = self.local_window_size or (out.shape[1] + keys, 0 if self.is_causal else keys)
         band = (columns >= rows - left) & (columns <= rows + right)
-        seen = jnp.any(band if mask is None else mask & band, axis=-1)
-        seen = jnp.broadcast_to(seen, (*out.shape[:1], seen.shape[-2] if seen.ndim > 1 else 1, out.shape[1]))
-        return jnp.where(seen.swapaxes(1, 2)[..., None], out, jnp.nan)
+        visible = jnp.any(band if mask is None else mask & band, axis=-1)
+        visible = jnp.broadcast_to(
+            visible, (*out.shape[:1], visible.shape[-2] if visible.ndim > 1 else 1, out.shape[1])
+        )
+        return jnp.where(visible.swapaxes(1, 2)[..., None], out, jnp.nan)
 
 
 _CUDNN = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
@@ -145,42 +147,42 @@ def implementation_of(choice: str) -> str:
     return "cudnn" if "cuda" in jax.extend.backend.get_backend().platform_version else ""
 
 
-def options_of(found: Found, flow: Flow, setting: Any) -> tuple[list[Any], Options] | str:
+def options_of(attention: Attention, flow: Flow, setting: Any) -> tuple[list[Any], Options] | str:
     """The operands and the options of an attention, or the reason why no kernel computes it."""
     implementation = implementation_of(setting.rules.attention)
     if not implementation:
         return f"{jax.default_backend()} has no fused kernel"
-    q, k, v = found.parts
-    k, v, shared = _without_repeats(flow, k, v, found.batch)
-    batched, queries, keys = flat(found.batch), flat(found.queries), flat(found.keys)
+    q, k, v = attention.parts
+    k, v, shared = _without_repeats(flow, k, v, attention.batch)
+    batched, queries, keys = flat(attention.batch), flat(attention.queries), flat(attention.keys)
     # Axes of queries that share a row of the masks are heads, which share their keys, unless all of them do.
-    constant = [each for each in found.added if flow.constant(each.v) is not None]
-    touched = {axis for each in constant or found.added for axis in joined(each.dims)}
-    rows = tuple(axis for axis in queries if axis in touched) or queries
-    kept = tuple(axis for axis in batched if axis not in shared)
-    heads = kept[-1:] if len(batched) > 1 or not batched else kept
-    batch = tuple(axis for axis in kept if axis not in heads)
+    constant = [each for each in attention.added if flow.constant(each.v) is not None]
+    of_added = {axis for each in constant or attention.added for axis in joined(each.dims)}
+    rows = tuple(axis for axis in queries if axis in of_added) or queries
+    unshared = tuple(axis for axis in batched if axis not in shared)
+    heads = unshared[-1:] if len(batched) > 1 or not batched else unshared
+    batch = tuple(axis for axis in unshared if axis not in heads)
     repeats = (*shared, *(axis for axis in queries if axis not in rows))
     scores = batch, (*heads, *repeats), rows, keys
-    window, masks, biases, nan = resolved(found, flow, scores, implementation == "xla")
+    window, masks, biases, nan = resolved(attention, flow, scores, implementation == "xla")
     added: tuple[Mask | Bias, ...] = (*biases, *masks)
     # Of an array for each score, only the batch and the heads may be of size 1.
     full = (2, 3)
     layouts = (
-        Layout.of(q[1], (batch, rows, (*heads, *repeats), found.head)),
-        Layout.of(k[1], (batch, keys, heads, found.head)),
-        Layout.of(v[1], (batch, keys, heads, found.width)),
+        Layout.of(q[1], (batch, rows, (*heads, *repeats), attention.head)),
+        Layout.of(k[1], (batch, keys, heads, attention.head)),
+        Layout.of(v[1], (batch, keys, heads, attention.width)),
         *(Layout.of(each.dims, scores, full) for each in added),
     )
-    given = (*batch, *rows, *heads, *repeats, *found.width)
-    result = joined(found.out)
-    order, shape = tuple(given.index(axis) for axis in result), tuple(axis.size for axis in result)
-    out = Layout(tuple(axis.size for axis in given), order, shape, shape, found.values.outvars[0].aval.shape)
+    axes = (*batch, *rows, *heads, *repeats, *attention.width)
+    result = joined(attention.out)
+    order, shape = tuple(axes.index(axis) for axis in result), tuple(axis.size for axis in result)
+    out = Layout(tuple(axis.size for axis in axes), order, shape, shape, attention.values.outvars[0].aval.shape)
     causal_kind = window is not None and window[1] == 0
     left = None if window is None or (causal_kind and window[0] >= size_of(rows) - 1) else window
     options = Options(
         layouts, out, tuple(each.factor for each in biases), tuple(mask.inverted for mask in masks),
-        found.scale, causal_kind, left, implementation, nan,
+        attention.scale, causal_kind, left, implementation, nan,
     )  # fmt: skip
     operands = [q[0], k[0], v[0], *(each.v for each in added)]
     return (operands, options) if not (why := _refusal(options, operands, setting.half)) else why

@@ -20,7 +20,7 @@ class Layout(NamedTuple):
     split: Shape
     order: Shape
     apart: Shape
-    spread: Shape
+    broadcast: Shape
     merged: Shape
 
     @classmethod
@@ -28,20 +28,20 @@ class Layout(NamedTuple):
         """A dimension per group of axes; of size 1 if the array has none of them, unless it is `full`."""
         axes = joined(dims)
         assert set(axes) <= {axis for group in groups for axis in group}
-        apart, spread, merged = [], [], []
+        apart, broadcast, merged = [], [], []
         for i, group in enumerate(groups):
             whole = i in full or any(axis in axes for axis in group)
             apart += [axis.size if axis in axes else 1 for axis in group]
-            spread += [axis.size if whole else 1 for axis in group]
+            broadcast += [axis.size if whole else 1 for axis in group]
             merged.append(size_of(group) if whole else 1)
         order = [axes.index(axis) for group in groups for axis in group if axis in axes]
-        return cls(tuple(axis.size for axis in axes), tuple(order), tuple(apart), tuple(spread), tuple(merged))
+        return cls(tuple(axis.size for axis in axes), tuple(order), tuple(apart), tuple(broadcast), tuple(merged))
 
     def __call__(self, x: Any) -> Any:
         """The array in the new order."""
         x = x.reshape(self.split).transpose(self.order).reshape(self.apart)
         module = np if isinstance(x, np.ndarray) else jnp
-        return module.broadcast_to(x, self.spread).reshape(self.merged)
+        return module.broadcast_to(x, self.broadcast).reshape(self.merged)
 
 
 def size_of(axes: Sequence[Axis]) -> int:

@@ -15,12 +15,12 @@ from mpjax._jaxpr import compat
 from mpjax.casting.attention.axes import Dims, Unfit, of_operand
 from mpjax.casting.attention.flow import Flow
 from mpjax.casting.attention.layout import Layout, size_of
-from mpjax.casting.attention.parts import Bias, Found, Mask
+from mpjax.casting.attention.parts import Attention, Bias, Mask
 
 HIDES = float(compat.finfo(np.dtype(np.float16)).min)
 
 
-def add_bias(flow: Flow, attention: Found, v: Any, dims: Dims, factor: float) -> None:
+def add_bias(flow: Flow, attention: Attention, v: Any, dims: Dims, factor: float) -> None:
     """Notes an array that is added to the scores, as biases and masks."""
     v, dims = flow.stripped(v, dims)
     eqn = flow.maker(v)
@@ -42,7 +42,7 @@ def add_bias(flow: Flow, attention: Found, v: Any, dims: Dims, factor: float) ->
         attention.biases.append(Bias(v, dims, factor))
 
 
-def add_mask(flow: Flow, attention: Found, which: Any, dims: Dims, inverted: bool, number: float) -> None:
+def add_mask(flow: Flow, attention: Attention, which: Any, dims: Dims, inverted: bool, number: float) -> None:
     """Notes a boolean array that selects keys, as masks.
 
     Raises:
@@ -85,38 +85,38 @@ class Resolved(NamedTuple):
     nan: bool
 
 
-def resolved(found: Found, flow: Flow, scores: Sequence[Sequence[Any]], right: bool) -> Resolved:
+def resolved(attention: Attention, flow: Flow, scores: Sequence[Sequence[Any]], right: bool) -> Resolved:
     """Evaluates the masks and biases that depend on no input.
 
     Args:
         scores: The axes of batch, heads, queries and keys.
         right: Whether the kernel has windows with keys after the query's own position.
     """
-    seen, masks, biases = np.ones([size_of(axes) for axes in scores[2:]], bool), [], []
+    visible, masks, biases = np.ones([size_of(axes) for axes in scores[2:]], bool), [], []
     constant: list[Mask | Bias] = []
-    for mask in found.masks:
+    for mask in attention.masks:
         array = _of_scores(flow.constant(mask.v), mask.dims, scores)
         if array is None:
             masks.append(mask)
         else:
             constant.append(mask)
-            seen &= array ^ mask.inverted
-    infinite = all(mask.number == -np.inf for mask in found.masks)
-    nan = bool(found.masks) and infinite and (bool(masks) or not seen.any(1).all())
-    for bias in found.biases:
+            visible &= array ^ mask.inverted
+    infinite = all(mask.number == -np.inf for mask in attention.masks)
+    nan = bool(attention.masks) and infinite and (bool(masks) or not visible.any(1).all())
+    for bias in attention.biases:
         array = _of_scores(flow.constant(bias.v), bias.dims, scores)
         if array is None:
             biases.append(bias)
             continue
         hidden = array * bias.factor <= HIDES
         # Where all keys are hidden, the number is added to all scores of a row, which changes nothing.
-        if not hidden.any() or array[~hidden].any() or not (seen & ~hidden).any(1).all():
+        if not hidden.any() or array[~hidden].any() or not (visible & ~hidden).any(1).all():
             biases.append(bias)
         else:
             constant.append(bias)
-            seen &= ~hidden
-    window = None if seen.all() else _window(seen)
-    if not seen.all() and (window is None or (window[1] and not right)):
+            visible &= ~hidden
+    window = None if visible.all() else _window(visible)
+    if not visible.all() and (window is None or (window[1] and not right)):
         masks += [each for each in constant if isinstance(each, Mask)]
         biases += [each for each in constant if isinstance(each, Bias)]
         window = None
@@ -133,21 +133,21 @@ def _of_scores(value: np.ndarray | None, dims: Dims, scores: Sequence[Sequence[A
     first = value[tuple(slice(1) if d in others else slice(None) for d in range(value.ndim))]
     if not np.array_equal(np.broadcast_to(first, value.shape), value):
         return None
-    kept = tuple(dim for d, dim in enumerate(dims) if d not in others)
-    array: np.ndarray = Layout.of(kept, scores[2:], (0, 1))(first.squeeze(tuple(others)))
+    rest = tuple(dim for d, dim in enumerate(dims) if d not in others)
+    array: np.ndarray = Layout.of(rest, scores[2:], (0, 1))(first.squeeze(tuple(others)))
     return array
 
 
-def _window(seen: np.ndarray) -> tuple[int, int] | None:
+def _window(visible: np.ndarray) -> tuple[int, int] | None:
     """The window of a mask of queries and keys, if it is a band around the diagonal."""
-    rows, count = np.arange(len(seen)), seen.shape[1]
-    visible = seen.any(1)
-    if not visible.any():
+    rows, count = np.arange(len(visible)), visible.shape[1]
+    reads_a_key = visible.any(1)
+    if not reads_a_key.any():
         return None
-    first, last = seen.argmax(1), count - 1 - seen[:, ::-1].argmax(1)
-    left, right = (int(reach[visible].max()) for reach in (rows - first, last - rows))
+    first, last = visible.argmax(1), count - 1 - visible[:, ::-1].argmax(1)
+    left, right = (int(reach[reads_a_key].max()) for reach in (rows - first, last - rows))
     if left < 0 or right < 0:
         return None
     starts, ends = np.maximum(rows - left, 0), np.minimum(rows + right, count - 1)
-    whole = (seen.sum(1) == np.maximum(ends - starts + 1, 0)) & (~visible | ((first == starts) & (last == ends)))
+    whole = (visible.sum(1) == np.maximum(ends - starts + 1, 0)) & (~reads_a_key | ((first == starts) & (last == ends)))
     return (left, right) if whole.all() else None

@@ -32,7 +32,7 @@ class Bias:
 
 
 @dataclasses.dataclass(eq=False)
-class Found:
+class Attention:
     """An attention in a program.
 
     Args:

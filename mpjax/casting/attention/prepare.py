@@ -21,7 +21,7 @@ from mpjax.casting import derivative_rules
 from mpjax.casting.attention.find import attentions
 from mpjax.casting.attention.flow import Flow, variables
 from mpjax.casting.attention.kernel import ATTENTION, Options, options_of
-from mpjax.casting.attention.parts import Found
+from mpjax.casting.attention.parts import Attention
 from mpjax.casting.classify import Setting, classify
 
 # Not `custom_jvp`: a derivative rule of the program stays.
@@ -63,26 +63,26 @@ def prepared(jaxpr: Any, setting: Setting) -> Prepared:
     return known[setting]
 
 
-def _why_not(found: Found, flow: Flow, setting: Setting) -> str:
+def _why_not(attention: Attention, flow: Flow, setting: Setting) -> str:
     """Why an attention is not fused, by its form or by the rules; empty if nothing is against it."""
-    if found.why_not:
-        return found.why_not
-    listings = [classify(eqn, setting) for eqn in (found.scores, found.values)]
+    if attention.why_not:
+        return attention.why_not
+    listings = [classify(eqn, setting) for eqn in (attention.scores, attention.values)]
     why = next((each.why for each in listings if each.op is not Op.ALLOW), "")
-    return why or (_WIDE_BIAS if _has_wide_bias(found, flow, setting) else "")
+    return why or (_WIDE_BIAS if _has_wide_bias(attention, flow, setting) else "")
 
 
 _WIDE_BIAS = "its bias is a float32 result of what its queries or keys are computed from, and kernels take it in half"
 
 
-def _has_wide_bias(found: Found, flow: Flow, setting: Setting) -> bool:
+def _has_wide_bias(attention: Attention, flow: Flow, setting: Setting) -> bool:
     """Whether a bias is computed in float32, after its last matmul, from what the queries or keys are computed from.
 
     Such a bias may be larger than the scores (minus the squared norm of the keys, a cumulative sum of gates). A mask is
     exact in half, and parameters are cast to half where attention is not fused, too.
     """
-    biases = [bias.v for bias in found.biases if flow.constant(bias.v) is None]
-    shared = flow.ancestors([v for v, _ in found.parts[:2]]) if biases else set()
+    biases = [bias.v for bias in attention.biases if flow.constant(bias.v) is None]
+    shared = flow.ancestors([v for v, _ in attention.parts[:2]]) if biases else set()
     waiting, known = biases, set(biases)
     while waiting:
         eqn = flow.maker(waiting.pop())
@@ -97,11 +97,11 @@ def _has_wide_bias(found: Found, flow: Flow, setting: Setting) -> bool:
     return False
 
 
-def _prepare(given: Any, setting: Setting) -> Prepared:
-    jaxpr = _with_masks_inside(given)
-    result = _with_attentions(jaxpr, setting, _consts.get(given, {})) if _may_contain(jaxpr) else Prepared(jaxpr)
-    if result.jaxpr is not given:
-        derivative_rules.inherit(result.jaxpr, given)
+def _prepare(original: Any, setting: Setting) -> Prepared:
+    jaxpr = _with_masks_inside(original)
+    result = _with_attentions(jaxpr, setting, _consts.get(original, {})) if _may_contain(jaxpr) else Prepared(jaxpr)
+    if result.jaxpr is not original:
+        derivative_rules.inherit(result.jaxpr, original)
         _cache.setdefault(result.jaxpr, {})[setting] = result
     return result
 
@@ -109,11 +109,11 @@ def _prepare(given: Any, setting: Setting) -> Prepared:
 def _with_attentions(jaxpr: Any, setting: Setting, consts: Mapping[Any, Any]) -> Prepared:
     flat, origins = inlined(jaxpr, lambda eqn: not contains_all(eqn))
     flow = Flow(flat, consts)
-    found = [each for each in attentions(flow) if _is_here(each, origins)]
-    if not found:
+    here = [each for each in attentions(flow) if _is_here(each, origins)]
+    if not here:
         return Prepared(jaxpr)
     refused, needed = [], set()
-    for each in found:
+    for each in here:
         why = _why_not(each, flow, setting)
         if not why:
             issued = options_of(each, flow, setting)
@@ -122,7 +122,7 @@ def _with_attentions(jaxpr: Any, setting: Setting, consts: Mapping[Any, Any]) ->
             refused.append((each.values, why))
         else:
             needed |= {
-                id(origins[key]) for key in (*map(id, (*each.inside, each.values)), *flow.seen) if key in origins
+                id(origins[key]) for key in (*map(id, (*each.inside, each.values)), *flow.visited) if key in origins
             }
     if not needed:
         return Prepared(jaxpr, tuple(refused))
@@ -157,7 +157,7 @@ def _with_masks_inside(jaxpr: Any) -> Any:
 
 def _mask_inside(eqn: Any, inner: SubJaxpr, flow: Flow) -> Any:
     """An equation whose sub-jaxpr computes the constants among its operands."""
-    jaxpr, made, names = inner.opened, [], {}
+    jaxpr, of_masks, names = inner.opened, [], {}
     for v, i in list(zip(jaxpr.invars, inner.operands, strict=True))[: inner.consts]:
         if i is None or not getattr(v.aval, "shape", ()) or not _is_whole(eqn, i):
             continue
@@ -166,7 +166,7 @@ def _mask_inside(eqn: Any, inner: SubJaxpr, flow: Flow) -> Any:
             ins = [within.get(x, x) if isinstance(x, compat.Var) else x for x in maker.invars]
             outs = [compat.new_variable(x) for x in maker.outvars]
             within.update(zip(maker.outvars, outs, strict=True))
-            made.append(maker.replace(invars=ins, outvars=outs))
+            of_masks.append(maker.replace(invars=ins, outvars=outs))
         if within:
             names[v] = within[eqn.invars[i]]
     if not names:
@@ -176,7 +176,7 @@ def _mask_inside(eqn: Any, inner: SubJaxpr, flow: Flow) -> Any:
         return names.get(v, v) if isinstance(v, compat.Var) else v
 
     rest = [each.replace(invars=[read(v) for v in each.invars]) for each in jaxpr.eqns]
-    new = jaxpr.replace(eqns=[*made, *rest], outvars=[read(v) for v in jaxpr.outvars])
+    new = jaxpr.replace(eqns=[*of_masks, *rest], outvars=[read(v) for v in jaxpr.outvars])
     return compat.with_sub_jaxpr(eqn, inner.jaxpr, new)
 
 
@@ -220,9 +220,9 @@ def contains_all(eqn: Any) -> bool:
     return False
 
 
-def _is_here(found: Found, origins: dict[int, Any]) -> bool:
+def _is_here(attention: Attention, origins: dict[int, Any]) -> bool:
     """Whether an attention is not inside a single equation."""
-    return len({id(origins[id(eqn)]) for eqn in (found.scores, found.values)}) > 1
+    return len({id(origins[id(eqn)]) for eqn in (attention.scores, attention.values)}) > 1
 
 
 def inlined(jaxpr: Any, chosen: Callable[[Any], bool], inside: bool = False) -> tuple[Any, dict[int, Any]]:
@@ -238,7 +238,7 @@ def inlined(jaxpr: Any, chosen: Callable[[Any], bool], inside: bool = False) -> 
     """
     eqns: list[Any] = []
     origins: dict[int, Any] = {}
-    seen: dict[Any, Any] = {}  # The variable that an inlined result stands for.
+    stands_for: dict[Any, Any] = {}  # The variable that an inlined result stands for.
 
     def add(eqn: Any, names: dict[Any, Any], around: Any, origin: Any, chosen: Callable[[Any], bool]) -> None:
         def read(v: Any) -> Any:
@@ -265,8 +265,8 @@ def inlined(jaxpr: Any, chosen: Callable[[Any], bool], inside: bool = False) -> 
         origins[id(eqn)] = origin or eqn
 
     for eqn in jaxpr.eqns:
-        add(eqn, seen, None, None, chosen)
-    outs = [v if isinstance(v, compat.Literal) else seen.get(v, v) for v in jaxpr.outvars]
+        add(eqn, stands_for, None, None, chosen)
+    outs = [v if isinstance(v, compat.Literal) else stands_for.get(v, v) for v in jaxpr.outvars]
     return (jaxpr.replace(eqns=eqns, outvars=outs) if eqns != list(jaxpr.eqns) else jaxpr), origins
 
 

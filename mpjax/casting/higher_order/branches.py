@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +19,10 @@ from mpjax.casting.higher_order.sub_jaxpr import (
     flatten_operands,
     function_of,
     operand_dtypes,
+    passed_in,
 )
 from mpjax.casting.infer import Inference, plan_jaxpr
-from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, at_boundary, join, storage_of
+from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, at_boundary, join
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.rewrite import values_of
 from mpjax.casting.uses import Use, uses
@@ -39,15 +42,13 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     plans = tuple(
         plan_jaxpr(branch, operand_dtypes(inference, operands), wanted, setting) for branch in eqn.params["branches"]
     )
-    outs = [_agreed(found, use) for *found, use in zip(*(p.outs for p in plans), wanted, strict=True)]
+    outs = [_agreed(inferred, use) for *inferred, use in zip(*(p.outs for p in plans), wanted, strict=True)]
     if all(p.unchanged for p in plans) and all_full(outs):
         return as_traced(inference, eqn, listing, outs, *plans)
     storages = [[TRACED]]
     for i, v in enumerate(operands):
-        value, mask = inference.value(v), 0
-        for p in plans:
-            mask |= p.in_reads[i]
-        storages.append([HALF if value is not None and mask == HALF.bit else storage_of(value)])
+        mask = functools.reduce(operator.or_, (p.in_reads[i] for p in plans))
+        storages.append([passed_in(inference.value(v), mask)])
     return enter(eqn, listing, outs, Inner(plans, convention_of(inference, eqn, storages)))
 
 

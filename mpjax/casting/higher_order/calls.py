@@ -17,7 +17,7 @@ from jax import lax
 
 from mpjax._jaxpr import compat, evaluator
 from mpjax._jaxpr.float8 import E4M3
-from mpjax.casting.classify import Listing, Setting, tracked
+from mpjax.casting.classify import Listing, Setting
 from mpjax.casting.higher_order.sub_jaxpr import (
     HigherOrder,
     Inner,
@@ -30,17 +30,17 @@ from mpjax.casting.higher_order.sub_jaxpr import (
     plan_call,
     storages_in,
 )
-from mpjax.casting.infer import Inference, plan_jaxpr
-from mpjax.casting.lattice import FULL, HALF, PARAMETER, TRACED, Inferred, Level, Storage, storage_of
+from mpjax.casting.infer import Inference, plan_function
+from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, storage_of
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.remat import is_cheap
-from mpjax.casting.rewrite import array_of, run_closed, values_of
-from mpjax.casting.uses import RESULT, Use, follows_one_value, uses
+from mpjax.casting.rewrite import arrays_of, run_closed, values_of
+from mpjax.casting.uses import Use, follows_one_value, uses
 
 # The storage dtypes in which an operand is passed: `(equation, index, its inferred dtype, reads inside as a bit mask)`.
 _Storages = Callable[[Any, int, Inferred | None, int], Sequence[Storage]]
 # Issues the equation again on arrays: `(equation, call, function of the arrays, arrays) → results`.
-_Issue = Callable[[Any, Inner, Callable[..., Any], Sequence[Any]], Sequence[Any]]
+_Issue = Callable[[Any, Inner, Callable[..., Any], Sequence[Any]], Any]
 
 
 def uses_of_call(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
@@ -113,7 +113,7 @@ def _storages_of_jit(eqn: Any, i: int, value: Inferred | None, mask: int) -> Seq
     return [stored] if as_stored else storages_in(mask)
 
 
-def _issue_jit(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) -> Sequence[Any]:
+def _issue_jit(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) -> Any:
     params = eqn.params
     options = compat.jit_options(params) or {}
     shardings = tuple(params["in_shardings"]), tuple(params["out_shardings"])
@@ -129,8 +129,7 @@ def _issue_jit(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) -> Seque
             options["out_shardings"] = tuple(None if compat.is_unspecified(s) else s for s in outs)
         return jax.jit(body, donate_argnums=donated or None, **options)
 
-    made: Sequence[Any] = cached_function(call.plans[0], key, make)(*arrays)
-    return made
+    return cached_function(call.plans[0], key, make)(*arrays)
 
 
 def _call(wrap: Callable[[Callable[..., Any], dict[str, Any]], Callable[..., Any]]) -> HigherOrder:
@@ -160,7 +159,7 @@ def _storages_of_remat(eqn: Any, i: int, value: Inferred | None, mask: int) -> S
     return [HALF if only_half and activation else storage_of(value)]
 
 
-def _issue_remat(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) -> Sequence[Any]:
+def _issue_remat(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) -> Any:
     params, of_operands = eqn.params, compat.barriers(eqn.params, len(eqn.invars))
     barriers = tuple(
         of_operands[i] for i in (*(i for i, _ in call.convention), *(i for i in call.float8 for _ in "qs"))
@@ -169,13 +168,11 @@ def _issue_remat(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) -> Seq
         # This is already the backward pass of a remat. Only the barrier remains, which keeps the compiler from
         # sharing the recomputed values with the forward pass.
         behind = iter(lax.optimization_barrier([x for x, barrier in zip(arrays, barriers, strict=True) if barrier]))
-        results: Sequence[Any] = body(*(next(behind) if b else x for x, b in zip(arrays, barriers, strict=True)))
-        return results
+        return body(*(next(behind) if b else x for x, b in zip(arrays, barriers, strict=True)))
     flags: bool | tuple[bool, ...] = barriers[0] if len(set(barriers)) == 1 else barriers
     key = ("remat", call.convention, flags, params["policy"])
     checkpoint = functools.partial(jax.checkpoint, body, prevent_cse=flags, policy=params["policy"])
-    results = cached_function(call.plans[0], key, checkpoint)(*arrays)
-    return results
+    return cached_function(call.plans[0], key, checkpoint)(*arrays)
 
 
 # shard_map: the sub-jaxpr runs on every device, on that device's shards of the operands.
@@ -195,10 +192,9 @@ def _storages_of_shards(eqn: Any, i: int, value: Inferred | None, mask: int) -> 
     return [HALF if value.level != Level.INPUT and mask == HALF.bit else value.storage]
 
 
-def _issue_shard_map(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) -> Sequence[Any]:
+def _issue_shard_map(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) -> Any:
     in_specs = tuple(eqn.params["in_specs"][i] for i, _ in call.convention)
-    results: Sequence[Any] = evaluator.shard_map(eqn, body, in_specs, tuple(eqn.params["out_specs"]))(*arrays)
-    return results
+    return evaluator.shard_map(eqn, body, in_specs, tuple(eqn.params["out_specs"]))(*arrays)
 
 
 # custom_vmap and sequential_vmap: a function with its author's batching rule.
@@ -208,7 +204,7 @@ def _storages_as_traced(eqn: Any, i: int, value: Inferred | None, mask: int) -> 
     return [TRACED if value is None else FULL]  # the dtypes that the rule was written for
 
 
-def _issue_custom_vmap(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) -> Sequence[Any]:
+def _issue_custom_vmap(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) -> Any:
     params, setting = eqn.params, call.plans[0].setting
     fun = jax.custom_batching.custom_vmap(body)
 
@@ -224,17 +220,12 @@ def _issue_custom_vmap(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) 
             return jax.tree.leaves(out)
 
         jaxpr = compat.trace(flat, *arrays)
-        opened = compat.open_jaxpr(jaxpr).jaxpr
-        ins = tuple(PARAMETER if tracked(v) else None for v in opened.invars)
-        wanted = tuple(RESULT if tracked(v) else Use.READ for v in opened.outvars)
-        planned = plan_jaxpr(jaxpr, ins, wanted, setting)
-        results = run_closed(planned, jaxpr, values_of(arrays, ins, setting.half))
+        planned = plan_function(jaxpr, setting)
+        results = run_closed(planned, jaxpr, values_of(arrays, planned.ins, setting.half))
         # The rule must return its results in the same dtypes as the function, which its plan gives.
-        stored = [storage_of(x) for x in call.plans[0].outs]
-        return tuple(array_of(r, storage) for r, storage in zip(results, stored, strict=True)), tuple(out_batched)
+        return tuple(arrays_of(results, call.plans[0].outs)), tuple(out_batched)
 
-    results: Sequence[Any] = fun(*arrays)
-    return results
+    return fun(*arrays)
 
 
 _INLINED = _call(lambda fun, params: fun)

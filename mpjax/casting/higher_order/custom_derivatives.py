@@ -39,6 +39,7 @@ from mpjax.casting.higher_order.sub_jaxpr import (
     enter,
     flatten_operands,
     function_of,
+    passed_in,
     plan_call,
 )
 from mpjax.casting.infer import Inference, plan_jaxpr
@@ -79,7 +80,7 @@ class WithRules:
     @property
     def rules(self) -> tuple[Plan, ...]:
         """The plans of the derivative rules."""
-        return tuple(found[1] for found in (self.jvp, self.forward, self.backward) if found is not None)
+        return tuple(pair[1] for pair in (self.jvp, self.forward, self.backward) if pair is not None)
 
     @property
     def ins(self) -> list[Inferred | None]:
@@ -108,10 +109,8 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     in_rule = inference.setting.in_rule
     if inner.unchanged and bare and (in_rule or not closes_over_tracers(inference.jaxpr, eqn)):
         return as_traced(inference, eqn, listing, inner.outs, inner)
-    storages = []
-    for v, mask in zip(eqn.invars, inner.in_reads, strict=True):
-        value = inference.value(v)
-        storages.append([HALF if value is not None and mask == HALF.bit else storage_of(value)])
+    reads = zip(eqn.invars, inner.in_reads, strict=True)
+    storages = [[passed_in(inference.value(v), mask)] for v, mask in reads]
     unread = tuple(not use for use in inference.wanted_of(eqn))
     entered = WithRules(inner, convention_of(inference, eqn, storages), unread)
     rules = DerivativeRules()
@@ -121,9 +120,9 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
         entered.jvp = rules.jvp, _plan_jvp(rules.jvp, entered, eqn.params)
     if rules.vjp is not None and rules.backward is not None:
         forward = _plan_forward(rules.vjp, entered, eqn.params)
-        given = [compat.is_inexact(v.aval) for v in inner.outvars]
+        is_float = [compat.is_inexact(v.aval) for v in inner.outvars]
         residuals = _residuals(rules.vjp, entered, forward)
-        planned = _plan_backward(rules.backward, residuals, entered, given, eqn.params["num_consts"])
+        planned = _plan_backward(rules.backward, residuals, entered, is_float, eqn.params["num_consts"])
         entered.forward, entered.backward = (rules.vjp, forward), (rules.backward, planned)
     return enter(eqn, listing, inner.outs, entered, "entered; the rule is kept")
 
@@ -189,9 +188,9 @@ def _plan_jvp(rule: JvpRule, entered: WithRules, params: dict[str, Any]) -> Plan
     # The tangent of an integer is float0, which cannot be cast.
     tangents = [x if compat.is_inexact(v.aval) else None for x, v in zip(ins, invars, strict=True)]
     outs = _wanted(entered)
-    taken = [x for x, given in zip(tangents, rule.given, strict=True) if given]
+    perturbed = [x for x, has_tangent in zip(tangents, rule.has_tangent, strict=True) if has_tangent]
     wanted = [*outs, *(use for use, zero in zip(outs, rule.zeros, strict=True) if not zero)]
-    return _plan_rule(rule.jaxpr, rule.consts, [*ins, *taken], wanted, entered.plan.setting)
+    return _plan_rule(rule.jaxpr, rule.consts, [*ins, *perturbed], wanted, entered.plan.setting)
 
 
 def _issue_jvp(step: Step, operands: Sequence[Any], outer: Plan) -> Sequence[Any]:
@@ -212,12 +211,11 @@ def _issue_jvp(step: Step, operands: Sequence[Any], outer: Plan) -> Sequence[Any
             planned = _plan_jvp(traced, entered, params)
             if not any(zeros):
                 entered.jvp = traced, planned
-        given = [t for t, zero in zip(tangents, zeros, strict=True) if not zero]
-        results = _run_rule(planned, traced.consts, [*primals, *given], closed)
-        made = iter(results)
-        out = _with_unread(made, entered, lambda: body(*constant, *primals))
+        nonzero = [t for t, zero in zip(tangents, zeros, strict=True) if not zero]
+        results = iter(_run_rule(planned, traced.consts, [*primals, *nonzero], closed))
+        out = _with_unread(results, entered, lambda: body(*constant, *primals))
         dots = [
-            _zero(p) if zero or unread else _array(next(made), storage_of(x))
+            _zero(p) if zero or unread else _array(next(results), storage_of(x))
             for p, zero, unread, x in zip(out, traced.zeros, entered.unread, outs, strict=True)
         ]
         return tuple(out), tuple(dots)
@@ -227,12 +225,12 @@ def _issue_jvp(step: Step, operands: Sequence[Any], outer: Plan) -> Sequence[Any
     return values_of(fun(*arrays), outs, outer.setting.half)
 
 
-def _with_unread(made: Iterator[Any], entered: WithRules, fun: Callable[[], Sequence[Any]]) -> list[Any]:
+def _with_unread(results: Iterator[Any], entered: WithRules, fun: Callable[[], Sequence[Any]]) -> list[Any]:
     """The results of a rule. JAX requires all of them, so the function computes those that the rule drops."""
     outs, unread = entered.plan.outs, entered.unread
     others = fun() if any(unread) else [None] * len(outs)
     return [
-        other if skipped else _array(next(made), storage_of(x))
+        other if skipped else _array(next(results), storage_of(x))
         for other, skipped, x in zip(others, unread, outs, strict=True)
     ]
 
@@ -247,29 +245,33 @@ def _zero(primal: Any) -> Any:
 
 
 def _plan_forward(rule: VjpRule, entered: WithRules, params: dict[str, Any]) -> Plan:
-    residuals = [Use.READ | Use.MAY_HALF] * rule.made
+    residuals = [Use.READ | Use.MAY_HALF] * rule.num_computed
     ins = entered.ins[params["num_consts"] :]
     return _plan_rule(rule.jaxpr, rule.consts, ins, [*residuals, *_wanted(entered)], entered.plan.setting)
 
 
 def _residuals(rule: VjpRule, entered: WithRules, forward: Plan) -> list[Inferred | None]:
     """The inferred dtypes of the residuals that are arrays, as stored."""
-    made, stored = iter(forward.outs), []
+    computed, stored = iter(forward.outs), []
     for residual in rule.residuals:
-        x = next(made) if residual.operand is None else entered.ins[residual.operand]
+        x = next(computed) if residual.operand is None else entered.ins[residual.operand]
         if residual.scalar is None:
             stored.append(x)
     return stored
 
 
 def _plan_backward(
-    backward: BackwardRule, residuals: Sequence[Inferred | None], entered: WithRules, given: Sequence[bool], first: int
+    backward: BackwardRule,
+    residuals: Sequence[Inferred | None],
+    entered: WithRules,
+    has_cotangent: Sequence[bool],
+    first: int,
 ) -> Plan:
     """The plan of a backward rule for the given cotangents, none of which is float0."""
     levels = {HALF: Level.HALF, FULL: Level.FLOAT}
     cotangents = [
         None if x is None else Inferred(levels[x.storage], x.storage)
-        for x, taken in zip(entered.plan.outs, given, strict=True)
+        for x, taken in zip(entered.plan.outs, has_cotangent, strict=True)
         if taken
     ]
     ins = [storage_of(x) for x in entered.ins[first:]]
@@ -307,12 +309,12 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan) -> Sequence[Any
                 entered.forward = rule, planned
         latest["rule"], latest["inferred"] = rule, _residuals(rule, entered, planned)
         results = _run_rule(planned, rule.consts, args, dict(zip(step.closures, extra, strict=True)))
-        made = iter(arrays_of(results[: rule.made], planned.outs[: rule.made]))
+        computed = iter(arrays_of(results[: rule.num_computed], planned.outs[: rule.num_computed]))
         everything = (*constant, *args)
-        stored = [next(made) if r.operand is None else everything[r.operand] for r in rule.residuals]
+        stored = [next(computed) if r.operand is None else everything[r.operand] for r in rule.residuals]
         stored = [x for x, r in zip(stored, rule.residuals, strict=True) if r.scalar is None]
-        given = _with_unread(iter(results[rule.made :]), entered, lambda: fun(*args))
-        return tuple(given), (stored, extra)
+        outs_of_rule = _with_unread(iter(results[rule.num_computed :]), entered, lambda: fun(*args))
+        return tuple(outs_of_rule), (stored, extra)
 
     def bwd(residuals: tuple[list[Any], Sequence[Any]], cotangents: Sequence[Any]) -> tuple[Any, Any]:
         stored, extra = residuals
@@ -320,17 +322,19 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan) -> Sequence[Any
         if not symbolic:
             cotangents = [_instantiated(ct) for ct in cotangents]
         inexact = [compat.is_inexact(v.aval) for v in entered.plan.outvars]
-        given = [type(ct) is not SymbolicZero and is_float for ct, is_float in zip(cotangents, inexact, strict=True)]
+        has_cotangent = [
+            type(ct) is not SymbolicZero and is_float for ct, is_float in zip(cotangents, inexact, strict=True)
+        ]
         planned_rule = entered.forward is not None and rule is entered.forward[0]
-        if entered.backward is not None and planned_rule and given == inexact:
+        if entered.backward is not None and planned_rule and has_cotangent == inexact:
             backward, planned = entered.backward
         else:
             avals = [v.aval for v in entered.plan.outvars]
             backward = backward_rule(params, rule, [_traced_as(ct, a) for ct, a in zip(cotangents, avals, strict=True)])
-            planned = _plan_backward(backward, latest["inferred"], entered, given, num_consts)
-            if planned_rule and given == inexact:
+            planned = _plan_backward(backward, latest["inferred"], entered, has_cotangent, num_consts)
+            if planned_rule and has_cotangent == inexact:
                 entered.backward = backward, planned
-        taken = [*stored, *(ct for ct, is_given in zip(cotangents, given, strict=True) if is_given)]
+        taken = [*stored, *(ct for ct, taken in zip(cotangents, has_cotangent, strict=True) if taken)]
         closed = dict(zip(step.closures, extra, strict=True))
         results = iter(_run_rule(planned, compat.open_jaxpr(backward.jaxpr).consts, taken, closed))
         ins = [storage_of(x) for x in entered.ins[num_consts:]]

@@ -11,7 +11,7 @@ import numpy as np
 from mpjax._jaxpr.float8 import Operand
 from mpjax.casting.classify import Listing, Setting, tracked
 from mpjax.casting.infer import Inference, plan_jaxpr
-from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Storage
+from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Storage, storage_of
 from mpjax.casting.plan import Action, Plan, Step
 from mpjax.casting.rewrite import array_of, arrays_of, run_closed, value_of
 from mpjax.casting.uses import Use
@@ -93,6 +93,11 @@ def all_full(inferred: Sequence[Inferred | None]) -> bool:
 def convention_of(inference: Inference, eqn: Any, storages: Sequence[Sequence[Storage]]) -> Convention:
     """Records that operands are read, each in the given storage dtypes."""
     return tuple((i, inference.read(eqn.invars[i], storage)) for i, wanted in enumerate(storages) for storage in wanted)
+
+
+def passed_in(value: Inferred | None, mask: int) -> Storage:
+    """The storage dtype in which an operand is passed: half if it is read in half only."""
+    return HALF if value is not None and mask == HALF.bit else storage_of(value)
 
 
 def storages_in(mask: int) -> list[Storage]:
