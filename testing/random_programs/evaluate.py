@@ -339,9 +339,12 @@ def _linear_solve(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Rep
 
 def _expanded(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
     """A primitive that JAX replaces by others when it lowers a program (`custom_root` since JAX 0.12)."""
-    return machine.run_closed(
-        _traced(eqn.primitive, tuple(eqn.params.items()), tuple(v.aval for v in eqn.invars)), args
-    )
+    avals = tuple(v.aval for v in eqn.invars)
+    try:
+        expansion = _traced(eqn.primitive, tuple(eqn.params.items()), avals)
+    except jax.errors.UnexpectedTracerError as error:  # A derivative rule inside closes over the program, which ended.
+        raise Unsupported("a rule that closes over its program") from error
+    return machine.run_closed(expansion, args)
 
 
 @functools.lru_cache(maxsize=256)
