@@ -398,30 +398,23 @@ def _batched(named: dict[str, Any], dim_of: dict[str, Any], size: int, params: d
     return moved, numbers["dimension_numbers"], dim
 
 
+weight_gradients.define(scale_of, _scale_impl, _scale_abstract_eval, _scale_batch)
 scale_of.def_impl(jax.jit(_scale_impl, static_argnames="dtype"))
-scale_of.def_abstract_eval(_scale_abstract_eval)
-mlir.register_lowering(scale_of, mlir.lower_fun(_scale_impl, multiple_results=False))
-batching.primitive_batchers[scale_of] = _scale_batch
 weight_gradients.set_no_derivative(scale_of)
 
+weight_gradients.define(
+    quantise, _quantise_impl, _quantise_abstract_eval, functools.partial(_batch_with_scale, quantise)
+)
 quantise.def_impl(jax.jit(_quantise_impl, static_argnames="dtype"))
-quantise.def_abstract_eval(_quantise_abstract_eval)
-mlir.register_lowering(quantise, mlir.lower_fun(_quantise_impl, multiple_results=False))
 mlir.register_lowering(quantise, _quantise_for_cuda, platform="cuda")
-batching.primitive_batchers[quantise] = functools.partial(_batch_with_scale, quantise)
 weight_gradients.set_no_derivative(quantise, lambda q, x, scale, dtype: weight_gradients.remember_copy(q, x))
 
+weight_gradients.define(rescale, _rescale_impl, lambda out, scale: out, functools.partial(_batch_with_scale, rescale))
 rescale.def_impl(jax.jit(_rescale_impl))
-rescale.def_abstract_eval(lambda out, scale: out)
-mlir.register_lowering(rescale, mlir.lower_fun(_rescale_impl, multiple_results=False))
-batching.primitive_batchers[rescale] = functools.partial(_batch_with_scale, rescale)
 weight_gradients.set_no_derivative(rescale)
 
 weight_gradients.set_identity(result, _result_batch)
 weight_gradients.set_derivative(result, _tangent_of_result, (1, 4), _result_transpose)
 
-tangent.def_impl(_tangent_impl)
-tangent.def_abstract_eval(_tangent_abstract_eval)
-mlir.register_lowering(tangent, mlir.lower_fun(_tangent_impl, multiple_results=False))
+weight_gradients.define(tangent, _tangent_impl, _tangent_abstract_eval, _tangent_batch)
 weight_gradients.set_derivative(tangent, _tangent_of_tangent, None, _tangent_transpose)
-batching.primitive_batchers[tangent] = _tangent_batch

@@ -329,28 +329,28 @@ def _strong(arrays: Sequence[Any]) -> list[Any]:
     return jax.tree.map(strong, list(arrays))
 
 
+def _aval(x: Any) -> Any:
+    return getattr(x, "aval", None) or jax.typeof(x)
+
+
 def is_inexact(x: Any) -> bool:
     """Whether a value or a variable is an array of floats, real or complex."""
-    aval = getattr(x, "aval", None) or jax.typeof(x)
-    return compat.is_inexact(aval)
+    return compat.is_inexact(_aval(x))
 
 
 def is_float(x: Any) -> bool:
     """Whether a value or a variable is an array of real floats."""
-    aval = getattr(x, "aval", None) or jax.typeof(x)
-    return compat.is_shaped(aval) and bool(jnp.issubdtype(aval.dtype, jnp.floating))
+    return compat.is_shaped(_aval(x)) and bool(jnp.issubdtype(_aval(x).dtype, jnp.floating))
 
 
 def is_half(x: Any) -> bool:
     """Whether a value or a variable is a float16 or bfloat16 array."""
-    aval = getattr(x, "aval", None) or jax.typeof(x)
-    return compat.is_shaped(aval) and aval.dtype in HALF_DTYPES
+    return compat.is_shaped(_aval(x)) and _aval(x).dtype in HALF_DTYPES
 
 
 def is_low(x: Any) -> bool:
     """Whether a value or a variable is a float16, bfloat16 or float8 array."""
-    aval = getattr(x, "aval", None) or jax.typeof(x)
-    return is_half(x) or (compat.is_shaped(aval) and aval.dtype.name.startswith("float8"))
+    return is_half(x) or (compat.is_shaped(_aval(x)) and _aval(x).dtype.name.startswith("float8"))
 
 
 def widened(x: Any) -> Any:

@@ -72,16 +72,14 @@ class Site:
     axes: tuple[tuple[str, int], ...] = ()
 
     @property
-    def invars(self) -> Sequence[Any]:
+    def invars(self) -> Any:
         """The equation's operands."""
-        operands: Sequence[Any] = self.eqn.invars
-        return operands
+        return self.eqn.invars
 
     @property
-    def outvars(self) -> Sequence[Any]:
+    def outvars(self) -> Any:
         """The equation's results."""
-        results: Sequence[Any] = self.eqn.outvars
-        return results
+        return self.eqn.outvars
 
     @property
     def name(self) -> str:
@@ -297,10 +295,9 @@ class Block:
     split: Callable[[Sequence[Any]], tuple[list[Any], list[Any], list[Any]]] = lambda operands: ([*operands], [], [])
 
     @property
-    def outvars(self) -> Sequence[Any]:
+    def outvars(self) -> Any:
         """The jaxpr's outputs."""
-        outputs: Sequence[Any] = self.jaxpr.outvars
-        return outputs
+        return self.jaxpr.outvars
 
     def environment(self, ins: Sequence[Any], consts: Sequence[Any]) -> dict[Any, Any]:
         """The values of the inputs and constants, by variable."""

@@ -463,6 +463,16 @@ def set_no_derivative(primitive: Any, note: Callable[..., None] = lambda out, *o
     ad.primitive_transposes[primitive] = lambda ct, *xs, **_: [None] * len(xs)
 
 
+def define(
+    primitive: Any, fun: Callable[..., Any], abstract_eval: Callable[..., Any], batch: Callable[..., Any]
+) -> None:
+    """Defines what a primitive with one result computes, and its batching rule."""
+    primitive.def_impl(fun)
+    primitive.def_abstract_eval(abstract_eval)
+    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))
+    batching.primitive_batchers[primitive] = batch
+
+
 def set_identity(primitive: Any, batch: Callable[..., Any]) -> None:
     """Makes a primitive the identity on its first operand."""
     primitive.def_impl(lambda x, *_, **__: x)
@@ -488,8 +498,5 @@ set_derivative(aligned, _tangent_of_aligned, (0,), lambda ct, x, like: [ct, None
 set_identity(result, _result_batch)
 set_derivative(result, _tangent_of_result, (1, 2), _result_transpose)
 
-tangent.def_impl(_apply)
-tangent.def_abstract_eval(_tangent_abstract_eval)
-mlir.register_lowering(tangent, mlir.lower_fun(_apply, multiple_results=False))
+define(tangent, _apply, _tangent_abstract_eval, _tangent_batch)
 set_derivative(tangent, _tangent_of, (0, 1), _tangent_transpose)
-batching.primitive_batchers[tangent] = _tangent_batch

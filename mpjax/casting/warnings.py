@@ -147,25 +147,18 @@ def check_plan(plan: Plan) -> None:
             "mpjax.float_function around the loop says that this is intended; Rules(infer=['while']) casts it like the "
             "rest of the program."
         )
-    _check_float8(plan)
+    float8 = setting.float8.entries if setting.float8 else ()
+    patterns = [
+        (entry, f"the float8 pattern {entry!r} (of Float8 or of an override of the policy)") for entry, _ in float8
+    ]
     for entry, op in setting.rules.entries:
+        name = entry if isinstance(entry, str) else getattr(entry, "__name__", repr(entry))
+        patterns.append((entry, f"Rules({op.value}=...): {name!r}"))
+    for entry, shown in patterns:
         if entry not in counts.entries:
-            shown = entry if isinstance(entry, str) else getattr(entry, "__name__", repr(entry))
             _warn(
-                f"Rules({op.value}=...): {shown!r} matched no operation of this program; fix or remove it. "
+                f"{shown} matched no operation of this program; fix or remove it. "
                 "mpjax.explain(fun, *args) lists primitives and module paths.",
-                UnusedRuleWarning,
-            )
-
-
-def _check_float8(plan: Plan) -> None:
-    """Warns about patterns of float8 matmuls that match nothing."""
-    setting = plan.setting.float8
-    for pattern, _ in setting.entries if setting else ():
-        if pattern not in plan.counts.entries:
-            _warn(
-                f"the float8 pattern {pattern!r} (of Float8 or of an override of the policy) matched no matmul of this "
-                "program; fix or remove it. mpjax.explain(fun, *args) lists module paths.",
                 UnusedRuleWarning,
             )
 
