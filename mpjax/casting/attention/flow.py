@@ -103,8 +103,8 @@ class Flow:
 
     def ancestors(self, ends: list[Any]) -> set[Any]:
         """The variables on which some depend, with these, without those that depend on no input."""
-        found = {*ends, *(v for eqn in self._before(ends) for v in variables(eqn.invars))}
-        return found - self._closed
+        ancestors = {*ends, *(v for eqn in self._before(ends) for v in variables(eqn.invars))}
+        return ancestors - self._closed
 
     def between(self, start: Any, end: Any) -> list[Any]:
         """The equations by which a variable depends on another, in order."""
