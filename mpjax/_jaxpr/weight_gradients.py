@@ -63,8 +63,8 @@ def matmul(
     halves: Sequence[Any],
     operands: Sequence[Any],
     wide: bool,
-    in_loop: Sequence[bool],
     avals: Sequence[Any] | None = None,
+    in_loop: Sequence[bool] = (False, False),
 ) -> Any:
     """Binds a matmul or convolution of half operands.
 
@@ -74,9 +74,9 @@ def matmul(
         halves: Its arrays, in half.
         operands: Its two operands as they are stored: a parameter in float32, an activation in half.
         wide: Whether it outputs the gradient of a parameter in float32.
+        avals: The abstract value of its result, if known.
         in_loop: For each operand, whether it is the same in all iterations of a loop around it. The backward loop then
             reads the half copy that was made before the loop, rather than casting the parameter in each iteration.
-        avals: The abstract value of its result, if known.
 
     Returns:
         Its result, in half.

@@ -254,7 +254,7 @@ def _bind(step: Step, operands: Sequence[Any], half: np.dtype) -> Sequence[Any]:
     if step.parameters:
         full = [operands[i][FULL] if i in step.parameters else args[i] for i in range(2)]
         in_loop = [operands[i].in_loop if i in step.parameters else False for i in range(2)]
-        outs = weight_gradients.matmul(eqn.primitive, params, args, full, step.wide_gradients, in_loop, avals)
+        outs = weight_gradients.matmul(eqn.primitive, params, args, full, step.wide_gradients, avals, in_loop)
     else:
         outs = staging.bind(eqn.primitive, args, params, avals)
     if not eqn.primitive.multiple_results:

@@ -11,7 +11,6 @@ from jax.interpreters import ad
 import mpjax
 from mpjax._jaxpr import weight_gradients
 from mpjax._jaxpr.source import module_of, path_of
-from mpjax.casting import remat
 from testing import measures
 from testing.random_programs.evaluate import in_numpy
 
@@ -74,24 +73,6 @@ def test_layers_that_differ_do_not_share():
     args = (1.0, 2.0, 3.0), np.random.default_rng(0).normal(size=(4, 4)).astype("float32"), np.ones((2, 4), "float32")
     found, expected = (in_numpy(jax.grad(f, 1))(*args) for f in (mpjax.autocast(loss), loss))
     assert measures.relative_error(found, expected) < 5e-3
-
-
-def test_region_boundaries_are_searched_once_for_equal_layers(monkeypatch):
-    def loss(w, x, depth):
-        for _ in range(depth):
-            x = x + jax.nn.gelu(x @ w)
-        return jnp.mean(x**2)
-
-    def searches(depth):
-        found = []
-        search = remat._Stretches._division
-        with monkeypatch.context() as patch:
-            patch.setattr(remat._Stretches, "_division", lambda self, run: found.append(run) or search(self, run))
-            shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 8), (4, 8)))
-            jax.make_jaxpr(mpjax.autocast(loss), static_argnums=2)(*shapes, depth)
-        return len(found)
-
-    assert 0 < searches(6) == searches(12)
 
 
 def test_weight_gradients_are_linearized_without_their_jvp_rule(monkeypatch):
