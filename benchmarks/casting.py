@@ -138,9 +138,9 @@ def run(name: str, dtype: str, rounds: int, compilations: int, regions: bool = F
 
 def summary(results: dict[str, dict[str, Row]]) -> str:
     """A Markdown table with a row for each tool, over the programs that it applies to."""
-    header = ("tool", "programs", "fails", "matmul FLOPs in half", "all in half", "risky in half", "casts")
-    header += ("residuals / float32", "gradient error / limit (worst)")
-    header += ("trace time", "of the loss alone", "compile time (programs)")
+    header = ["tool", "programs", "fails", "matmul FLOPs in half", "all in half", "risky in half", "casts"]
+    header += ["residuals / float32", "gradient error / limit (worst)"]
+    header += ["trace time", "of the loss alone", "compile time (programs)"]
     lines: list[tuple[Any, ...]] = []
     for tool in dict.fromkeys(tool for rows in results.values() for tool in rows):
         rows = [rows[tool] for rows in results.values() if tool in rows]

@@ -102,7 +102,7 @@ def _log_of(run: Callable[[], Any]) -> str:
 
 def _exclusive_times(log: str) -> collections.Counter[str]:
     """The milliseconds of each pass without those of the passes inside it, and of the kernels together."""
-    times: collections.Counter[str] = collections.Counter()
+    times: Any = collections.Counter()
     inside = [0]  # for each pass that has begun, the microseconds of the passes inside it
     for begun, kind, name, number in _TIMED.findall(log):
         if begun:

@@ -156,7 +156,8 @@ def _size_bits(x: Any) -> Any:
 def tally_of(found: RangeNote) -> Tally:
     """The tally of a note."""
     counts, (largest, smallest), _ = found
-    return Tally(*map(int, counts), float(largest), float(smallest))
+    numbers: list[Any] = [*map(int, counts), float(largest), float(smallest)]
+    return Tally(*numbers)
 
 
 def _exponents(x: Any) -> Any:
