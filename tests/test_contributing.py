@@ -30,7 +30,7 @@ EDITS = {
     "Add an inspection": {
         "mpjax/inspection/tools.py": (
             "TOOLS = (",
-            'Tool("count", "mpjax.inspection.counting.count", "How many?", "counts equations", CALL),',
+            'Tool("count", "mpjax.inspection.counting.count", "How many?", CALL),',
         ),
         "mpjax/inspection/counting/__init__.py": (NEW_FILE, ""),
         "mpjax/inspection/counting/count.py": (

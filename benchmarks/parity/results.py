@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks import commands
 from benchmarks.parity.families import FAMILIES
 from benchmarks.parity.family import Family
-from mpjax.inspection.parity.report import ParityReport
+from mpjax.inspection import ParityReport
 from mpjax.inspection.parity.statistics import rounded
 
 Row = dict[str, Any]

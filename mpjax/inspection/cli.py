@@ -230,10 +230,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(tool: Tool, options: argparse.Namespace) -> Report:
-    fun = load_function(options.function)
+    fun, function = load_function(options.function), getattr(mpjax, tool.name)
     keywords = {option.name: getattr(options, option.name) for option in tool.options if option not in CALL}
     if CALL[0] not in tool.options:
-        return tool.function(fun, **keywords)
+        return function(fun, **keywords)
     call = load_call(options.args, options.function.rpartition(":")[0])
     args, kwargs = bound_arguments(fun, options.function, call)
     if options.policy is not None:
@@ -242,11 +242,11 @@ def _report(tool: Tool, options: argparse.Namespace) -> Report:
         except ValueError as error:
             raise UsageError(f"--policy {options.policy!r}: {error}") from error
         fun = mpjax.autocast(fun, options.policy)
-    if call.batches is not None and "batches" in inspect.signature(tool.function).parameters:
+    if call.batches is not None and "batches" in inspect.signature(function).parameters:
         keywords["batches"] = call.batches
     elif call.batches is not None:
         args = (*args, next(iter(call.batches)))
-    return tool.function(fun, *args, kwargs=kwargs, **keywords) or AllFinite()
+    return function(fun, *args, kwargs=kwargs, **keywords) or AllFinite()
 
 
 class AllFinite(Report):

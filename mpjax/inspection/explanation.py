@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mpjax._jaxpr.source import FORWARD
 from mpjax.casting.autocast import planned_call
 from mpjax.casting.explain import Row, rows_of, unseen_of
 from mpjax.casting.plan import Plan
-from mpjax.inspection.reports import Report, Section, folded, short_dtypes, totals
+from mpjax.inspection.reports import Report, Section, short_dtypes, totals
 
-_LONG = 60  # plans with more rows are printed by module
+_SHOWN = 60
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation(Report):
-    """The plan of a function. `print` it (long plans by module; `text(all=True)` has all rows), or read its `rows`.
+    """The plan of a function. `print` it (`text(all=True)` has all rows of a long plan), or read its `rows`.
 
     Args:
         rows: Rows in program order.
@@ -66,37 +66,18 @@ class Explanation(Report):
         """Rows of operations that autocast cannot analyse or was told to leave alone."""
         return tuple(row for row in self.rows if row.list == "opaque")
 
-    def text(self, all: bool = False) -> str:
-        """The plan as printed.
-
-        Args:
-            all: Whether to print every row, also of a long plan.
-        """
-        by_module = len(self.rows) > _LONG and not all
-        parts = [self._finding(by_module), self._modules() if by_module else self._rows()]
-        return "\n\n".join("\n".join(part.lines(True)) for part in parts)
-
     def sections(self) -> list[Section]:
-        """The sections of the page."""
-        return [self._finding(False), self._rows()]
+        """The sections of the report."""
+        return [self._finding(), self._rows()]
 
     def _rows(self) -> Section:
         """One line per row, with the pass if the program computes a gradient."""
         if any(row.phase != FORWARD and not row.rule for row in self.rows):
             rows = [(*cells[:2], row.phase, *cells[2:]) for row in self.rows for cells in [_cells(row)]]
-            return Section("", "", "module|line|pass|op|>runs|>MFLOP|in|out|why", rows)
-        return Section("", "", "module|line|op|>runs|>MFLOP|in|out|why", [*map(_cells, self.rows)])
+            return Section("", "", "module|line|pass|op|>runs|>MFLOP|in|out|why", rows, shown=_SHOWN)
+        return Section("", "", "module|line|op|>runs|>MFLOP|in|out|why", [*map(_cells, self.rows)], shown=_SHOWN)
 
-    def _modules(self) -> Section:
-        """One line per module, with repeated modules folded."""
-        names = folded(row.module for row in self.rows)
-        modules: dict[str, list[Row]] = {}
-        for row in self.rows:
-            modules.setdefault(names[row.module], []).append(row)
-        rows = [(name or "-", *_module_cells(rows, self.policy_dtype)) for name, rows in modules.items()]
-        return Section("", "", "module|>in half|>in float32|>MFLOP|matmuls not in half, or left as traced", rows)
-
-    def _finding(self, by_module: bool) -> Section:
+    def _finding(self) -> Section:
         parts = ", ".join(f"{n / 1e6:.3g} MFLOP in {dtype}" for dtype, n in sorted(self.flops.items()))
         share = f" ({self.half_share:.1%} in half)" if sum(self.flops.values()) else ""
         lines = [f"matmuls and convolutions: {parts or 'none'}{share}"]
@@ -105,19 +86,11 @@ class Explanation(Report):
             left.setdefault((row.source or "an unknown line", row.why), {})[row.op] = None
         lines += [f"left as traced: {', '.join(ops)} at {source}: {why}" for (source, why), ops in left.items()]
         lines += [f"not inspected: {place}" for place in self.unseen]
-        if by_module:
-            lines.append(f"{len(self.rows)} rows, by module; each of them: print(explanation.text(all=True)), or --all")
-        if any(row.recomputed for row in self.rows) and not by_module:
+        if any(row.recomputed for row in self.rows):
             lines.append("↻: the backward pass recomputes it from half values instead of storing float32 ones")
-        if any(row.rule for row in self.rows) and not by_module:
+        if any(row.rule for row in self.rows):
             lines.append("∂: belongs to a custom derivative rule")
         return Section("", "\n".join(lines))
-
-
-def _module_cells(rows: Sequence[Row], half: str) -> tuple[str, ...]:
-    counts = [sum(row.count for row in rows if (half in row.dtypes_in) is in_half) for in_half in (True, False)]
-    left = [f"{row.op}: {row.why}" for row in rows if (row.flops and half not in row.dtypes_in) or row.list == "opaque"]
-    return *map(str, counts), _mega(sum(row.flops for row in rows)), "; ".join(dict.fromkeys(left))
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -152,13 +152,6 @@ class Loss:
         return program, next(i for i, name in enumerate(program.names) if "mpjax_loss_scale" in name), names
 
 
-def half_share(sites: Iterable[Site]) -> float:
-    """The share of the FLOPs of matmuls and convolutions with half operands."""
-    flops = [(site.flops, all(map(is_half, site.eqn.invars[:2]))) for site in sites if site.flops]
-    total = sum(n for n, _ in flops)
-    return sum(n for n, half in flops if half) / total if total else 0.0
-
-
 def relative_error(found: Iterable[Any], exact: Iterable[Any]) -> float:
     """‖found − exact‖ / ‖exact‖ over all arrays; ‖found‖ if all of `exact` is zero; inf if the result is not finite."""
     pairs = [(np.asarray(f, np.float64), np.asarray(e, np.float64)) for f, e in zip(found, exact, strict=True)]
@@ -204,7 +197,9 @@ class Trial:
     @property
     def half_share(self) -> float:
         """The share of the FLOPs of matmuls and convolutions with half operands."""
-        return half_share(self.sites)
+        flops = [(site.flops, all(map(is_half, site.eqn.invars[:2]))) for site in self.sites if site.flops]
+        total = sum(n for n, _ in flops)
+        return sum(n for n, half in flops if half) / total if total else 0.0
 
     def run(self, scale: float) -> list[Any]:
         """The gradients, in the order of `names`, at a loss scale."""

@@ -12,7 +12,9 @@ import io
 import json
 import math
 import os
+import pathlib
 import re
+import string
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -162,7 +164,7 @@ class Report(abc.ABC):
         """The report as one self-contained HTML page, also written to `path` if one is given."""
         sections = (dataclasses.replace(s, title="") if s.title == self.title else s for s in self.sections())
         body = "\n".join(f"<section>{section.html()}</section>" for section in sections)
-        return written(_PAGE.format(title=html.escape(self.title), body=body), path)
+        return written(_PAGE.substitute(title=html.escape(self.title), body=body), path)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the report's figure, if it has one; needs Matplotlib.
@@ -294,19 +296,19 @@ def reason(error: BaseException) -> str:
 
 
 def amount(number: float, unit: str) -> str:
-    """Formats a number of FLOPs or bytes with three digits and an SI prefix, as `4.09 GFLOP`."""
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= _ROUNDED_UP * size:
-            return f"{_three_digits(number / size)} {prefix}{unit}"
+    """Formats a number of FLOPs, bytes or seconds with three digits and an SI prefix.
+
+    Example:
+        >>> amount(4.09e9, "FLOP"), amount(13.345, "s"), amount(0.0123, "s"), amount(2.57e-8, "s"), amount(0, "B")
+        ('4.09 GFLOP', '13.3 s', '12.3 ms', '25.7 ns', '0 B')
+    """
+    for prefix, size in _PREFIXES.items():
+        if number >= 0.9995 * size:  # 0.9996 ms rounds to 1 ms with three digits.
+            return f"{float(f'{number / size:.3g}'):g} {prefix}{unit}"
     return f"{number:.3g} {unit}"
 
 
-_ROUNDED_UP = 0.9995  # 0.9996 ms rounds to 1 ms with three digits.
-
-
-def _three_digits(number: float) -> str:
-    """Formats a number with three significant digits and no exponent."""
-    return f"{float(f'{number:.3g}'):g}"
+_PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9}
 
 
 def percent(share: float) -> str:
@@ -322,16 +324,8 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Formats a time in seconds with three digits and an SI prefix.
-
-    Example:
-        >>> duration(13.345), duration(0.0123), duration(2.57e-8), duration(0.0)
-        ('13.3 s', '12.3 ms', '25.7 ns', '0 s')
-    """
-    for prefix, size in (("", 1.0), ("m", 1e-3), ("µ", 1e-6)):
-        if seconds >= _ROUNDED_UP * size:
-            return f"{_three_digits(seconds / size)} {prefix}s"
-    return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
+    """Formats a time in seconds."""
+    return amount(seconds, "s")
 
 
 def written(text: str, path: str | os.PathLike[str] | None) -> str:
@@ -342,20 +336,4 @@ def written(text: str, path: str | os.PathLike[str] | None) -> str:
     return text
 
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222; }}
-p, h1 {{ overflow-wrap: anywhere; }}
-.table {{ overflow-x: auto; }}
-img {{ max-width: 100%; }}
-table {{ border-collapse: collapse; font-size: 13px; }}
-td, th {{ padding: 2px 10px; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; }}
-td {{ font-family: ui-monospace, monospace; max-width: 32em; overflow-wrap: break-word; }}
-td, th {{ min-width: 3em; }}
-.right {{ text-align: right; white-space: nowrap; }}
-</style></head><body>
-<h1>{title}</h1>
-{body}
-</body></html>
-"""
+_PAGE = string.Template(pathlib.Path(__file__).with_name("page.html").read_text("utf-8"))

@@ -4,8 +4,6 @@ To add an inspection, add a folder beside this file, a row in `TOOLS`, and its n
 """
 
 import dataclasses
-import importlib
-from collections.abc import Callable
 from typing import Any
 
 
@@ -46,11 +44,6 @@ class Tool:
     options: tuple[Option, ...]
     classes: tuple[str, ...] = ()
 
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The function."""
-        return getattr(importlib.import_module(self.module), self.name)
-
 
 def integers(text: str) -> int | tuple[int, ...]:
     """Parses `5` as an integer and `0,3,4` as a tuple. `5,` is a tuple of one."""
@@ -67,7 +60,7 @@ _LOSS = (
     Option("--has-aux", "the function returns (loss, aux)", action="store_true"),
     Option("--argnums", "positions of the parameters, such as 0 or 0,1", type=integers, default=0, metavar="N,..."),
 )
-_DEVICE = Option("--device", "its name, or GB/s of memory and TFLOP/s in half and float32: 2000,300,40", metavar="D")
+_DEVICE = Option("--device", "the name of a GPU or TPU, such as H200", metavar="D")
 _SHARE = "exit with 1 if less than this share of the FLOPs is half"
 
 TOOLS = (

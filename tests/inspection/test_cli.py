@@ -230,10 +230,9 @@ def test_mistakes_exit_with_two_and_say_what_was_found_and_what_is_expected(caps
         ("audit my_train:printing_loss --args example_args", ["needs the value of an array"]),
         ("profile my_train:train_step --args example_args --steps 0", ["steps=0", "1 or more"]),
         ("numerics my_train:loss_and_aux --args example_args", ["--has-aux"]),
-        ("audit my_train:loss_fn --args example_args --device 9,9", ["'9,9'", "three positive numbers"]),
+        ("audit my_train:loss_fn --args example_args --device B100", ["'B100'", "did you mean"]),
         ("audit my_train:loss_fn --args example_args --json no/such/r.json", ["--json 'no/such/r.json'", "directory"]),
         ("audit my_train:loss_fn --args example_args --csv .", ["--csv '.'", "it is a directory"]),
-        ("profile my_train:train_step --args example_args --trace my_train.py", ["trace='my_train.py'", "folder"]),
     ],
 )
 def test_bad_calls_of_every_command_exit_with_two_and_one_line(capsys, arguments, words):

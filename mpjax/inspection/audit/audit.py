@@ -80,7 +80,7 @@ def audit(
     owners = owners_of(program.jaxpr, argument_names(program, args, kwargs))
     sites = list(walk(program.jaxpr, owners=owners))
     flow = flow_of(program.jaxpr, owners)
-    matmuls = matmuls_of(sites, flow)
+    matmuls = matmuls_of(sites)
     residuals, notes = _residuals(program, flow, sites)
     scores = 0 if tpu else _scores(fun, args, kwargs, residuals, sites)
     communication, unknown = _communication(fun, args, kwargs, sites)

@@ -11,9 +11,7 @@ import jax.numpy as jnp
 
 from mpjax._jaxpr.flops import is_weight_gradient
 from mpjax._jaxpr.interpreter import is_float
-from mpjax._jaxpr.primitives import MATMULS, Op, primitive
 from mpjax._jaxpr.program import Site
-from mpjax.inspection.audit.dataflow import Flow, Node, Value
 from mpjax.inspection.devices import Device
 from mpjax.inspection.reports import added_up, amount, totals
 
@@ -110,55 +108,14 @@ def _multiplied(precision: str) -> str:
     return f"{short}×{times}" if short and times else short
 
 
-def matmuls_of(sites: Iterable[Site], flow: Flow | None = None) -> tuple[Matmul, ...]:
-    """The rows of a program's matmuls and convolutions on real floating-point numbers and 8-bit integers.
-
-    Args:
-        sites: The program's equations.
-        flow: Its graph, which traces operands back to the float8 arrays that they are scaled from. (Compilers fuse
-            such a cast, scale and matmul into one float8 matmul.)
-    """
-    float8 = {} if flow is None else float8_operands(flow)
+def matmuls_of(sites: Iterable[Site]) -> tuple[Matmul, ...]:
+    """The rows of a program's matmuls and convolutions on real floating-point numbers and 8-bit integers."""
     merged = added_up(
-        (_row(site, float8.get(id(site.eqn))), (site.times * site.devices, site.flops * site.devices))
+        (_row(site), (site.times * site.devices, site.flops * site.devices))
         for site in sites
         if site.flops and all(_is_multiplied(v.aval.dtype) for v in site.eqn.invars[:2])
     )
     return tuple(dataclasses.replace(row, count=n, flops=flops) for row, (n, flops) in merged.items())
-
-
-def float8_operands(flow: Flow) -> dict[int, tuple[str, str]]:
-    """The operand dtypes of each matmul with operands scaled from float8, by the `id` of its equation."""
-    nodes = list(flow.all_nodes())
-    makers = {value: node for node in nodes for value in node.writes}
-
-    def origin(value: Value) -> str:
-        name = value.aval.dtype.name
-        for _ in range(_MOST_STEPS):
-            if value.aval.dtype.name.startswith("float8"):
-                return value.aval.dtype.name
-            node = makers.get(value)
-            if node is None or not _rescales(node):
-                break
-            value = max(node.reads, key=lambda v: v.aval.size)
-        return name
-
-    found = {}
-    for node in nodes:
-        if node.site.name in MATMULS:
-            dtypes = origin(node.reads[0]), origin(node.reads[1])
-            if any(dtype.startswith("float8") for dtype in dtypes):
-                found[id(node.site.eqn)] = dtypes
-    return found
-
-
-_MOST_STEPS = 6
-
-
-def _rescales(node: Node) -> bool:
-    """Whether a node only casts, moves or scales a value."""
-    row = primitive(node.site.name)
-    return row.whole or row.op is Op.CONVERT or node.site.name in ("mul", "div")
 
 
 def _is_multiplied(dtype: Any) -> bool:
@@ -167,7 +124,7 @@ def _is_multiplied(dtype: Any) -> bool:
     )
 
 
-def _row(site: Site, dtypes: tuple[str, str] | None = None) -> Matmul:
+def _row(site: Site) -> Matmul:
     lhs, rhs = (v.aval for v in site.eqn.invars[:2])
     return Matmul(
         module=site.path,
@@ -176,7 +133,7 @@ def _row(site: Site, dtypes: tuple[str, str] | None = None) -> Matmul:
         phase=site.phase,
         lhs=lhs.shape,
         rhs=rhs.shape,
-        dtypes=dtypes or (lhs.dtype.name, rhs.dtype.name),
+        dtypes=(lhs.dtype.name, rhs.dtype.name),
         out_dtype=site.eqn.outvars[0].aval.dtype.name,
         count=0,
         flops=0,

@@ -70,7 +70,7 @@ class PrecisionReport(Report):
     scores: int = 0
 
     main = "matmuls"
-    derived = "flops flops_per_device flops_by_phase half_share speedup_bounds"
+    derived = "flops flops_by_phase half_share speedup_bounds"
 
     @property
     def title(self) -> str:
@@ -81,11 +81,6 @@ class PrecisionReport(Report):
     def flops(self) -> dict[str, int]:
         """FLOPs of matmuls and convolutions by the dtype of their operands, on all devices together."""
         return _flops_by_dtype(self.matmuls)
-
-    @property
-    def flops_per_device(self) -> dict[str, float]:
-        """`flops` on each device. Work outside `shard_map` is assumed to be spread evenly."""
-        return {dtype: flops / self.devices for dtype, flops in self.flops.items()}
 
     @property
     def flops_by_phase(self) -> dict[str, dict[str, int]]:
@@ -108,8 +103,7 @@ class PrecisionReport(Report):
         Without half there is no gain. A matmul that is not in half gets no faster.
 
         Args:
-            device: One of `mpjax.inspection.devices.DEVICES`, a `device_kind` of JAX that names one, or three numbers,
-                `"2000,300,40"`: memory bandwidth in GB/s, TFLOP/s in half and TFLOP/s in float32.
+            device: One of `mpjax.inspection.devices.DEVICES`, or a `device_kind` of JAX that names one.
 
         Raises:
             ValueError: The device's peak rates are not known. The message lists the known devices.

@@ -48,11 +48,6 @@ class LayerError:
     denied: tuple[str, ...] = ()
 
     @property
-    def total(self) -> float:
-        """The larger of the program's errors at this module in the two passes."""
-        return max(self.total_forward, self.total_backward)
-
-    @property
     def error(self) -> float:
         """The larger of its own errors in the two passes."""
         return max(self.forward, self.backward)
@@ -104,7 +99,16 @@ class LayerwiseReport(Report):
 
     def sections(self) -> list[Section]:
         """The sections of the printed report."""
-        modules = [
+        parameters = [(row.name, percent(row.error), percent(row.share)) for row in self.parameters]
+        return [
+            Section("", "\n".join(self._finding())),
+            self.by_module(),
+            Section("Gradients of parameters", "", "parameter|>error|>of the whole", parameters, shown=10),
+        ]
+
+    def by_module(self) -> Section:
+        """The section of `modules`."""
+        rows = [
             (
                 row.name or "-",
                 short_dtypes(row.dtypes) or "f32",
@@ -113,16 +117,11 @@ class LayerwiseReport(Report):
             )
             for row in folded_rows(self.modules, _together)
         ]
-        parameters = [(row.name, percent(row.error), percent(row.share)) for row in self.parameters]
         text = (
             f"own: the error with exact operands, only this module in {self._precision}\n"
             "total: the error that the program has there; ← is the backward pass"
         )
-        return [
-            Section("", "\n".join(self._finding())),
-            Section("By module", text, "module|in|>own|>own ←|>total|>total ←|largest at", modules),
-            Section("Gradients of parameters", "", "parameter|>error|>of the whole", parameters, shown=10),
-        ]
+        return Section("By module", text, "module|in|>own|>own ←|>total|>total ←|largest at", rows)
 
     @property
     def _precision(self) -> str:
@@ -301,7 +300,9 @@ def _modules(evaluated: _Evaluated) -> list[LayerError]:
         errors = own[False][0], own[True][0], total[False][0], total[True][0]
         where = site.name, site.source, tuple(denied[group])
         rows.append(LayerError(group.name, group.path, tuple(dtypes[group]), *errors, *where))
-    return sorted(rows, key=lambda row: (not (row.denied and row.error), -row.error, -row.total))
+    return sorted(
+        rows, key=lambda row: (not (row.denied and row.error), -row.error, -row.total_forward - row.total_backward)
+    )
 
 
 def _largest(arrays: Iterable[Sequence[tuple[int, Any]]], which: int) -> tuple[float, int]:

@@ -185,6 +185,8 @@ def diagnosis_of(found: Symptoms) -> str:
     if found.derivative and cause and not found.of_sqrt:
         cause = f"a derivative that is not finite here: {cause}"
     value = found.local if found.float32 is None else found.float32
+    if not cause and found.half is None and found.kind == "inf" and found.primitive in _GROWING:
+        cause = "overflow of the operation's own dtype"
     causes = [cause] if cause else []
     if not math.isfinite(value):
         fine = found.float32_is_fine() if found.half else False
@@ -210,6 +212,10 @@ def diagnosis_of(found: Symptoms) -> str:
         return text
     lost = _lost(found, cause)
     return f"{cause or 'NaN'} in {found.half} alone {shown}{lost}: keep this part in float32"
+
+
+# From finite operands, an infinite result of these is an overflow.
+_GROWING = "mul add sub add_any dot_general conv_general_dilated reduce_sum cumsum integer_pow square".split()
 
 
 def number(value: float) -> str:

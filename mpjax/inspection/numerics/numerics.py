@@ -19,15 +19,16 @@ from mpjax._jaxpr.program import Block, Site, lay_out, owners_of
 from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.inspection.gradient import Loss, Trial, below_root, scale_state, trace_to_run
 from mpjax.inspection.numerics.activations import Counted, counted
-from mpjax.inspection.numerics.float8 import Float8Range, merged
 from mpjax.inspection.numerics.range_statistics import (
     BIAS,
     BINS,
+    Float8Range,
     HostRangeProbe,
     Limits,
     RangeNote,
     RangeProbe,
     Tally,
+    merged_float8,
     tally_of,
 )
 from mpjax.inspection.numerics.report import NumericsReport as NumericsReport
@@ -208,7 +209,7 @@ class _Measuring:
             if ("float8", number) in notes:
                 copy = notes["float8", number]
                 operand = place.path, place.phase, place.eqn.params["dtype"].name
-                self.float8[operand] = merged(self.float8[operand], copy) if operand in self.float8 else copy
+                self.float8[operand] = merged_float8(self.float8[operand], copy) if operand in self.float8 else copy
         for name, grad in zip(compiled.names, grads, strict=True):
             scaled = np.asarray(grad, np.float32) * np.float32(self.scale)
             found = jax.device_get(compiled.probe.take([scaled], self.limits))
@@ -393,7 +394,6 @@ class _Measuring:
                 nonfinite=tally.nonfinite,
                 op=row.op,
                 source=row.source,
-                rule=_rule(row.op),
             )
             for row, tally in self.tallies.items()
             if row.table == table

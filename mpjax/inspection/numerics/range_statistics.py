@@ -19,7 +19,6 @@ from mpjax._jaxpr.interpreter import Key, Probe, is_float
 from mpjax._jaxpr.primitives import Op, primitive
 from mpjax._jaxpr.program import Block, Site
 from mpjax._jaxpr.source import RECOMPUTED
-from mpjax.inspection.numerics import float8
 from mpjax.inspection.numerics.activations import Counted, in_units_of_scales
 
 BINS = 256  # float32's exponents
@@ -156,8 +155,7 @@ def _size_bits(x: Any) -> Any:
 def tally_of(found: RangeNote) -> Tally:
     """The tally of a note."""
     counts, (largest, smallest), _ = found
-    numbers: list[Any] = [*map(int, counts), float(largest), float(smallest)]
-    return Tally(*numbers)
+    return Tally(*map(int, counts), max=float(largest), min_nonzero=float(smallest))
 
 
 def _exponents(x: Any) -> Any:
@@ -165,6 +163,66 @@ def _exponents(x: Any) -> Any:
     size = _size_bits(x).ravel()
     counts = (size != 0) & (size < INFINITY)
     return jnp.zeros(BINS, jnp.uint32).at[size >> 23].add(counts.astype(jnp.uint32))
+
+
+# What one scale for each tensor does to the operands of float8 matmuls
+
+Float8Note = Any  # float32[4]: the largest magnitude, nonzero values, those that become zero, largest / median
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Range:
+    """The operands of one module's float8 matmuls in one pass, over all batches.
+
+    Args:
+        name: The module path.
+        phase: `"forward"` or `"backward"`.
+        dtypes: The float8 dtype: e4m3 holds operands, e5m2 cotangents.
+        max: The largest magnitude, which the scale maps to the largest number of the dtype.
+        flushed: The share of the nonzero values that become zero.
+        outliers: The largest magnitude over the median of the nonzero magnitudes; the largest of all tensors.
+        count: The number of nonzero values.
+    """
+
+    name: str
+    phase: str
+    dtypes: tuple[str, ...]
+    max: float
+    flushed: float
+    outliers: float
+    count: int
+
+    @classmethod
+    def of(cls, name: str, phase: str, dtype: str, found: Float8Note) -> Float8Range:
+        """The row of a note."""
+        largest, count, flushed, outliers = map(float, found)
+        return cls(name, phase, (dtype,), largest, flushed / max(count, 1.0), outliers, int(count))
+
+
+def together_float8(a: Float8Range, b: Float8Range) -> Float8Range:
+    """Merges two rows."""
+    count = a.count + b.count
+    flushed = (a.count * a.flushed + b.count * b.flushed) / max(count, 1)
+    worst = {name: max(getattr(a, name), getattr(b, name)) for name in ("max", "outliers")}
+    return dataclasses.replace(a, flushed=flushed, count=count, **worst)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def float8_note(x: Any, scale: Any, dtype: np.dtype) -> Float8Note:
+    """The note of one tensor and its scale."""
+    size = jnp.abs(compat.replicated(x).astype(jnp.float32))
+    nonzero = (size > 0) & jnp.isfinite(size)
+    largest = jnp.max(size, initial=0, where=nonzero)
+    median = jnp.nanmedian(jnp.where(nonzero, size, jnp.nan))
+    flushed = nonzero & (size / compat.replicated(scale) <= float(compat.finfo(dtype).smallest_subnormal) / 2)
+    outliers = jnp.where(largest > 0, largest / median, 0.0)
+    counts = [jnp.sum(mask, dtype=jnp.float32) for mask in (nonzero, flushed)]
+    return jnp.stack([largest, *counts, outliers])
+
+
+def merged_float8(a: Float8Note, b: Float8Note) -> Float8Note:
+    """The note of both tensors."""
+    return jnp.concatenate([jnp.maximum(a[:1], b[:1]), a[1:3] + b[1:3], jnp.maximum(a[3:], b[3:])])
 
 
 def is_measured(place: Site, counts: Counted) -> bool:
@@ -198,14 +256,14 @@ class RangeProbe(Probe):
         self.limits = limits
         self.places: Mapping[int, Site] = {p.number: p for p in block.places() if is_measured(p, counts)}
         self.graded = (counts.gradients | counts.parameters) & self.places.keys()
-        quantised = (p for p in block.places() if p.name == float8.QUANTISE and p.phase != RECOMPUTED)
+        quantised = (p for p in block.places() if p.name == "float8_quantise" and p.phase != RECOMPUTED)
         self.quantised: Mapping[int, Site] = {p.number: p for p in quantised}
 
     def equation(
         self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
         if place.number in self.quantised:
-            return {("float8", place.number): float8.note(*ins, place.eqn.params["dtype"])}
+            return {("float8", place.number): float8_note(*ins, place.eqn.params["dtype"])}
         if place.number not in self.places:
             return {}
         measured = [outs[i] for i in floats(place.eqn.outvars)]
@@ -219,15 +277,15 @@ class RangeProbe(Probe):
         found = [*(("range", n) for n in self.places), *(("float8", n) for n in self.quantised)]
         return [key for key in found if block.start <= key[1] < block.end]
 
-    def empty(self, key: Key) -> RangeNote | float8.Float8Note:
+    def empty(self, key: Key) -> RangeNote | Float8Note:
         if key[0] == "float8":
             return jnp.zeros(4, jnp.float32)
         exponents = jnp.zeros(BINS if key[1] in self.graded else 0, jnp.uint32)
         return jnp.zeros(5, jnp.uint32), jnp.array([0.0, np.inf], jnp.float32), exponents
 
-    def merge(self, key: Key, a: Any, b: Any) -> RangeNote | float8.Float8Note:
+    def merge(self, key: Key, a: Any, b: Any) -> RangeNote | Float8Note:
         if key[0] == "float8":
-            return float8.merged(a, b)
+            return merged_float8(a, b)
         (counts, (largest, smallest), exponents), (more, (larger, smaller), others) = a, b
         extremes = jnp.stack([jnp.maximum(largest, larger), jnp.minimum(smallest, smaller)])
         return counts + more, extremes, exponents + others

@@ -10,8 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.inspection.numerics.float8 import Float8Range, together
-from mpjax.inspection.numerics.range_statistics import Limits
+from mpjax.inspection.numerics.range_statistics import Float8Range, Limits, together_float8
 from mpjax.inspection.reports import Report, Section, folded_rows, percent, short_dtypes
 
 
@@ -32,8 +31,6 @@ class Range:
         nonfinite: The number of values that are inf or NaN already in float32.
         op: The primitive, in the table by operation.
         source: The source line of the operation, `file.py:12`.
-        rule: The rule for it in autocast's default lists: `"half"`, `"float32"`, `"follows"` for operations that follow
-            their inputs, or `"as traced"`.
     """
 
     name: str
@@ -48,12 +45,6 @@ class Range:
     nonfinite: int
     op: str = ""
     source: str = ""
-    rule: str = ""
-
-    @property
-    def loses(self) -> bool:
-        """Whether half would lose enough to be listed in the report."""
-        return self.overflowed > 0 or self.flushed > 0.001
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,29 +168,31 @@ class NumericsReport(Report):
 
     def sections(self) -> list[Section]:
         """The sections of the printed report."""
-        at_scale = f"At loss scale {_scale(self.loss_scale)}."
-        tables = (
-            ("Activations by module", "", "module", self.activations),
-            ("Gradients of activations by module", at_scale, "module", self.gradients),
-            ("Gradients of parameters", at_scale, "parameter", self.parameters),
-        )
-        columns = "in|>max|>min nonzero|>zeros|>flushed|>overflowed"
         ops = "op|line|pass|in|>max|>flushed|>overflowed|module"
-        losing = sorted((row for row in self.by_op if row.loses), key=lambda r: (-r.overflowed, -r.flushed))
+        losing = [row for row in self.by_op if row.overflowed or row.flushed > 0.001]
         by_op = f"Of {len(self.by_op)} operations these would lose something if they ran in {self.dtype}."
         return [
             Section("", self._summary(), figure=self._draw),
             *([self._trials()] if self.trials else []),
-            *(
-                Section(title, text, f"{what}|{columns}", [*map(_cells, _folded(rows))])
-                for title, text, what, rows in tables
-            ),
+            *map(self.by_module, ("activations", "gradients", "parameters")),
             *([self._float8()] if self.float8 else []),
-            Section("By operation", by_op, ops, [*map(_op_cells, losing)]),
+            Section("By operation", by_op, ops, [*map(_op_cells, _by_loss(losing))]),
         ]
 
+    def by_module(self, field: str) -> Section:
+        """The section of `activations`, `gradients` or `parameters`."""
+        title = {
+            "activations": "Activations by module",
+            "gradients": "Gradients of activations by module",
+            "parameters": "Gradients of parameters",
+        }[field]
+        at_scale = "" if field == "activations" else f"At loss scale {_scale(self.loss_scale)}."
+        columns = "parameter" if field == "parameters" else "module"
+        columns += "|in|>max|>min nonzero|>zeros|>flushed|>overflowed"
+        return Section(title, at_scale, columns, [*map(_cells, _folded(getattr(self, field)))])
+
     def _float8(self) -> Section:
-        rows = sorted(folded_rows(self.float8, together), key=lambda row: (-row.flushed, -row.outliers))
+        rows = sorted(folded_rows(self.float8, together_float8), key=lambda row: (-row.flushed, -row.outliers))
         cells = [
             (row.name or "-", row.phase, *row.dtypes, f"{row.max:.4g}", percent(row.flushed), f"{row.outliers:.3g}")
             for row in rows
@@ -284,7 +277,11 @@ class NumericsReport(Report):
 
 def _folded(rows: Sequence[Range]) -> list[Range]:
     """The rows with repeated modules merged; those that overflow most come first, then those that flush most."""
-    return sorted(folded_rows(rows, _together), key=lambda row: (-row.overflowed, -row.flushed))
+    return _by_loss(folded_rows(rows, _together))
+
+
+def _by_loss(rows: Sequence[Range]) -> list[Range]:
+    return sorted(rows, key=lambda row: (-row.overflowed, -row.flushed))
 
 
 def _together(a: Range, b: Range) -> Range:

@@ -8,16 +8,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mpjax.inspection.layerwise.layerwise import LayerwiseReport, layerwise_error
 from mpjax.inspection.numerics.numerics import NumericsReport, numerics
 from mpjax.inspection.parity.statistics import parted_at
 from mpjax.inspection.parity.training import Run, Training, make_training
-from mpjax.inspection.reports import Section, added_up
-from mpjax.policy import get_policy
+from mpjax.inspection.reports import Section, percent
 
 
 def power(scale: float) -> str:
@@ -28,24 +25,6 @@ def power(scale: float) -> str:
         ('1', '32768', '2^24')
     """
     return f"2^{round(math.log2(scale))}" if scale > 2**16 else f"{scale:g}"
-
-
-@dataclasses.dataclass(frozen=True)
-class ModuleEvidence:
-    """The effect of half precision on the gradients in a module.
-
-    Args:
-        name: The module path.
-        flushed: The share of nonzero activation gradients that the half dtype flushes to zero at the loss scale.
-        error: The module's own error, with exact operands: ‖half − float32‖ / ‖float32‖, the larger of forward and
-            backward.
-        total: The total error of the program's gradients in the module.
-    """
-
-    name: str
-    flushed: float | None
-    error: float | None
-    total: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +40,8 @@ class Evidence:
         scales: The history of the loss scale in the run of `seed`.
         skipped: The number of skipped steps over all seeds.
         steps: The number of steps over all seeds.
-        flushed: The share of activation gradients that are flushed to zero at `loss_scale`.
-        gradient_error: ‖half − float32‖ / ‖float32‖ of the gradients of all parameters.
-        modules: The evidence by module, the largest flushed share first.
-        parameters: `(tree path, relative error of its gradient)`, the largest error first.
+        ranges: `numerics` of the loss at these parameters and this scale: the gradients that half flushes to zero.
+        errors: `layerwise_error` of the same; None if nothing is in half.
         notes: Measurements that were not possible, and why.
     """
 
@@ -76,19 +53,17 @@ class Evidence:
     scales: tuple[tuple[int, float], ...]
     skipped: int
     steps: int
-    flushed: float | None = None
-    gradient_error: float | None = None
-    modules: tuple[ModuleEvidence, ...] = ()
-    parameters: tuple[tuple[str, float], ...] = ()
+    ranges: NumericsReport | None = None
+    errors: LayerwiseReport | None = None
     notes: tuple[str, ...] = ()
 
 
 def explained(found: Evidence, baseline: str) -> Iterator[Section]:
     """The sections of a printed report: what happened, and the modules."""
     yield Section(f"Why {found.policy} is worse", "\n".join(_evidence_lines(found, baseline)))
-    rows = [(row.name or "-", *map(_percent, (row.flushed, row.error, row.total))) for row in found.modules]
-    if rows:
-        yield Section("By module", "", "module|>gradients flushed|>own error|>error of its gradients", rows, shown=8)
+    parts = [] if found.ranges is None else [found.ranges.by_module("gradients")]
+    parts += [] if found.errors is None else [found.errors.by_module()]
+    yield from (dataclasses.replace(part, shown=8) for part in parts)
 
 
 def _evidence_lines(found: Evidence, baseline: str) -> Iterator[str]:
@@ -107,12 +82,13 @@ def _evidence_lines(found: Evidence, baseline: str) -> Iterator[str]:
             f"{power(scales[-1])} (seed {found.seed}); {found.skipped} of {found.steps} steps skipped"
         )
     at = f"at {baseline}'s parameters after {found.step} steps of seed {found.seed}"
-    if found.flushed is not None:
-        scale = power(found.loss_scale or 1.0)
-        yield f"{_percent(found.flushed)} of the activation gradients are flushed to zero at loss scale {scale}, {at}"
-    if found.gradient_error is not None:
-        worst = ", ".join(f"{name} {_percent(error)}" for name, error in found.parameters[:3])
-        yield f"error of the gradients of all parameters {_percent(found.gradient_error)}; the largest: {worst}"
+    if found.ranges is not None:
+        flushed, scale = found.ranges.flushed_at(found.ranges.loss_scale), power(found.ranges.loss_scale)
+        yield f"{percent(flushed)} of the activation gradients are flushed to zero at loss scale {scale}, {at}"
+    if found.errors is not None:
+        worst = sorted(found.errors.parameters, key=lambda row: -row.error)[:3]
+        shown = ", ".join(f"{row.name} {percent(row.error)}" for row in worst)
+        yield f"error of the gradients of all parameters {percent(found.errors.gradient_error)}; the largest: {shown}"
     yield from found.notes
 
 
@@ -144,7 +120,7 @@ def evidence_of(
         note = "gradients were not inspected: give Training(loss=...), the loss in the precision of the policy"
         return dataclasses.replace(found, notes=(note,))
     try:
-        params, batch, found = _params_at(training, make_training(make, baseline, run.seed), found)
+        params, batch, found = _params_at(make_training(make, baseline, run.seed), found)
         return _measured(training.loss, params, batch, found)
     except Exception as error:  # The comparison is valid without this evidence.
         note = f"gradients were not inspected: {type(error).__name__}: {error}"
@@ -156,78 +132,27 @@ def _loss_difference(run: Run, base: Run) -> float:
     return difference if math.isfinite(difference) else math.inf
 
 
-def _params_at(training: Training, base: Training, found: Evidence) -> tuple[Any, Any, Evidence]:
-    """The baseline's parameters after `found.step` steps, in the dtypes of the policy's, and the next batch."""
+def _params_at(base: Training, found: Evidence) -> tuple[Any, Any, Evidence]:
+    """The baseline's parameters after `found.step` steps, and the next batch."""
     state, steps, batch = base.state, 0, None
     for batch in base.each_batch():
         if steps >= found.step:
             break
         state, loss = base.step(state, batch)
         steps += int(np.size(loss))
-    params = base.params_of(state)
-    ours = training.params_of(training.state)
-    if _same_structure(ours, params):
-        params = jax.tree.map(_as, params, ours)
-    return params, batch, dataclasses.replace(found, step=steps)
-
-
-def _same_structure(a: Any, b: Any) -> bool:
-    """Whether two trees have the same leaves at the same places."""
-    return [path for path, _ in jax.tree.leaves_with_path(a)] == [path for path, _ in jax.tree.leaves_with_path(b)]
-
-
-def _as(x: Any, like: Any) -> Any:
-    dtype = getattr(like, "dtype", None)
-    return x if dtype is None or x.dtype == dtype else jnp.asarray(x).astype(dtype)
+    return base.params_of(state), batch, dataclasses.replace(found, step=steps)
 
 
 def _measured(loss: Callable[[Any, Any], Any], params: Any, batch: Any, found: Evidence) -> Evidence:
     scale = found.loss_scale or 1.0
-    errors, ranges, notes = None, None, []
+    errors, notes = None, []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about rules; the training run has already warned
         try:
             errors = layerwise_error(loss, params, batch, loss_scale=scale)
         except ValueError:
             notes.append("Training.loss computes nothing in half: give the one that the policy's step differentiates")
-        dtype = _half_dtype(found.policy, errors)
+        halves = [dtype for row in errors.modules for dtype in row.dtypes] if errors is not None else []
+        dtype = max(("float16", "bfloat16"), key=halves.count)
         ranges = numerics(loss, params, batch, loss_scale=scale, dtype=dtype, verify=False)
-    return dataclasses.replace(
-        found,
-        flushed=ranges.flushed_at(scale),
-        gradient_error=None if errors is None else errors.gradient_error,
-        modules=tuple(_modules(ranges, errors)),
-        parameters=tuple((row.name, row.error) for row in _by_error(errors)),
-        notes=tuple(notes),
-    )
-
-
-def _by_error(errors: LayerwiseReport | None) -> list[Any]:
-    return [] if errors is None else sorted(errors.parameters, key=lambda row: -row.error)
-
-
-def _half_dtype(policy: str, errors: LayerwiseReport | None) -> str:
-    if errors is not None:
-        halves = [dtype for row in errors.modules for dtype in row.dtypes]
-        return max(("float16", "bfloat16"), key=halves.count)
-    try:
-        return "bfloat16" if get_policy(policy).compute_dtype == jnp.bfloat16 else "float16"
-    except ValueError:
-        return "float16"
-
-
-def _modules(ranges: NumericsReport, errors: LayerwiseReport | None) -> Iterator[ModuleEvidence]:
-    nonzero = [(row, row.count * (1 - row.zeros)) for row in ranges.gradients]
-    flushed = added_up((row.name, (row.flushed * count, count)) for row, count in nonzero)
-    shares = {name: lost / count if count else 0.0 for name, (lost, count) in flushed.items()}
-    own = {row.name: (row.error, row.total_backward) for row in reversed(errors.modules)} if errors is not None else {}
-    rows = [
-        ModuleEvidence(name, shares.get(name), *own.get(name, (None, None))) for name in dict.fromkeys([*own, *shares])
-    ]
-    yield from sorted(rows, key=lambda row: (-(row.flushed or 0.0), -(row.error or 0.0)))
-
-
-def _percent(share: float | None) -> str:
-    if share is None:
-        return "-"
-    return f"{share:.2%}" if math.isfinite(share) else "not finite"
+    return dataclasses.replace(found, ranges=ranges, errors=errors, notes=tuple(notes))

@@ -8,7 +8,6 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
-import math
 import os
 import pathlib
 import re
@@ -176,11 +175,6 @@ class Run:
     metric_name: str = "metric"
     larger_is_better: bool = True
     percent: bool = False
-
-    @property
-    def finite(self) -> bool:
-        """Whether the final metric is finite."""
-        return math.isfinite(self.metric)
 
 
 def with_tuples(found: Any) -> Any:

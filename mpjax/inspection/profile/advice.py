@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import pathlib
 import re
 from collections.abc import Iterable, Sequence
 
@@ -12,53 +14,8 @@ from mpjax.inspection.profile.stepping import Recompilation
 from mpjax.inspection.reports import duration, totals
 
 # For each limit, the share of the step above which advice is given, the words before the share, and what to do.
-_LIMITS = {
-    "input pipeline": (
-        0.05,
-        "input pipeline is",
-        "load ahead (more workers, a prefetch queue, jax.device_put of the next batch)",
-    ),
-    "dispatch": (
-        0.1,
-        "dispatch is",
-        "run several steps in one call (jax.lax.scan over a stack of batches), or take a larger batch",
-    ),
-    "code outside of jit": (
-        0.1,
-        "code outside of the compiled program (Python, operations that run one by one, files, waiting) is",
-        "jit the whole step, and move the rest out of it or do it less often",
-    ),
-    "recompilation": (0.0, "recompilation is", ""),
-    "host callbacks": (
-        0.05,
-        "host callbacks are",
-        "compute it in JAX, do it outside of the step, or only every so many steps (jax.lax.cond)",
-    ),
-    "float32 matmuls": (
-        0.05,
-        "float32 matmuls and convolutions are",
-        "run them in half (mpjax.autocast or mpjax.with_policy; mpjax.explain shows why any remain in float32)",
-    ),
-    "matmuls": (0.03, "half matmuls that are not on Tensor Cores are", "the table below has the reason of each"),
-    "casts": (0.05, "casts are", "kernels that only convert. Cast once, where the value is computed"),
-    "optimizer": (
-        0.25,
-        "the optimizer is",
-        "accumulate or take a larger batch, so that it runs less often; update all parameters as one array "
-        "(optax.flatten); keep less state (mpjax.low_bit_state)",
-    ),
-    "memory traffic": (
-        0.05,
-        "elementwise operations, reductions and copies are",
-        "bound by memory traffic, which Tensor Cores don't change; half activations halve it (mpjax.autocast)",
-    ),
-    "collectives": (0.05, "collectives are", "take a larger batch on each device, or sum gradients in half"),
-    "loss scaling": (
-        0.03,
-        "loss scaling is",
-        "mpjax.apply_gradients updates and applies in one lax.cond, and bfloat16 needs no scaling",
-    ),
-}
+_FILE = pathlib.Path(__file__).with_name("limits.csv")
+_LIMITS = {row["limit"]: row for row in csv.DictReader(_FILE.read_text("utf-8").splitlines())}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,9 +93,9 @@ def advise(
 
 
 def _advice(limit: str, share: float, detail: str = "", remedy: str = "") -> Advice | None:
-    worth, words, usual = _LIMITS[limit]
-    text = f"{words} {share:.0%} of the step{detail}: {remedy or usual}"
-    return Advice(text, share, limit) if share >= worth else None
+    row = _LIMITS[limit]
+    text = f"{row['words']} {share:.0%} of the step{detail}: {remedy or row['remedy']}"
+    return Advice(text, share, limit) if share >= float(row["worth"]) else None
 
 
 def limit_of(kernel: Kernel, gpu: bool) -> str:

@@ -194,41 +194,20 @@ def summed(
         if instruction.kind != hlo.CONTROL  # A CPU's trace also has the kernels inside.
     )
     each = executions * len({event.device for event in events})
-    kernels = [
-        _kernel(name, instructions.get(op, unknown), seconds / each, calls / each, gpu, capability, has_gradient)
-        for (name, op), (seconds, calls) in times.items()
-    ]
+    kernels = []
+    for (name, op), (seconds, calls) in times.items():
+        instruction = instructions.get(op, unknown)
+        kind, is_known = instruction.kind, bool(instruction.name)
+        if not is_known or (kind in hlo.ON_TENSOR_CORES and gpu):
+            kind = tensor_cores.work_of(name) or kind  # A library call may be several kernels.
+        uses = tensor_cores.uses_tensor_cores(name, instruction if is_known else None, capability) if gpu else None
+        why_not = ""
+        if uses is False and kind in hlo.ON_TENSOR_CORES:
+            why_not = tensor_cores.why_not(instruction) if is_known else "the trace does not name its operation"
+        updates = has_gradient and is_known and not instruction.differentiated
+        place = instruction.module, instruction.source, instruction.path, instruction.backward
+        dtype = "/".join(sorted(instruction.dtypes))
+        kernels.append(
+            Kernel(name, instruction.name, kind, *place, dtype, seconds / each, calls / each, uses, why_not, updates)
+        )
     return tuple(sorted(kernels, key=lambda kernel: -kernel.seconds))
-
-
-def _kernel(
-    name: str,
-    instruction: hlo.Instruction,
-    seconds: float,
-    calls: float,
-    gpu: bool,
-    capability: float | None,
-    has_gradient: bool,
-) -> Kernel:
-    kind, is_known = instruction.kind, bool(instruction.name)
-    if not is_known or (kind in hlo.ON_TENSOR_CORES and gpu):
-        kind = tensor_cores.work_of(name) or kind  # A library call may be several kernels.
-    uses = tensor_cores.uses_tensor_cores(name, instruction if is_known else None, capability) if gpu else None
-    why_not = ""
-    if uses is False and kind in hlo.ON_TENSOR_CORES:
-        why_not = tensor_cores.why_not(instruction) if is_known else "the trace does not name its operation"
-    return Kernel(
-        name=name,
-        op=instruction.name,
-        kind=kind,
-        module=instruction.module,
-        source=instruction.source,
-        path=instruction.path,
-        backward=instruction.backward,
-        dtype="/".join(sorted(instruction.dtypes)),
-        seconds=seconds,
-        calls=calls,
-        tensor_cores=uses,
-        why_not=why_not,
-        updates=has_gradient and is_known and not instruction.differentiated,
-    )

@@ -60,8 +60,8 @@ def profile(
         carry: Number of leading outputs that replace the leading arguments in the next step. It is 2 for `params,
             opt_state, loss = step(params, opt_state, batch)`. None: if the step donates arguments, as many leading
             outputs as have their structure, shapes and dtypes; otherwise each call gets the same arguments.
-        device: The device whose peak rates define MFU: a name of the device table, or "GB/s,TFLOP/s in half,TFLOP/s in
-            float32". None: the device that runs the step, if it is in the table.
+        device: The device whose peak rates define MFU, by its name in the device table. None: the device that runs the
+            step, if it is in the table.
         kwargs: Keyword arguments of the step.
 
     Returns:

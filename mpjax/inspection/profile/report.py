@@ -132,11 +132,6 @@ class ProfileReport(Report):
         return self._part(kernel for kernel in self.kernels if kernel.tensor_cores)
 
     @property
-    def eligible(self) -> tuple[Kernel, ...]:
-        """Matmuls, convolutions and attention that do not use Tensor Cores, the longest first; empty without a GPU."""
-        return tuple(kernel for kernel in self.kernels if kernel.eligible and kernel.tensor_cores is False)
-
-    @property
     def modules(self) -> dict[str, tuple[float, float]]:
         """Forward and backward seconds of a step by module path, longest first. `""` is outside all modules.
 
@@ -160,7 +155,6 @@ class ProfileReport(Report):
         """The sections of the printed report."""
         found = [self._verdict(), self._times()]
         found += [self._by_module(), self._by_kernel()] if self.reliable else []
-        found += [self._off_tensor_cores()] if self.gpu else []
         rest = "\n".join(f"{i}. {advice}" for i, advice in enumerate(self.advice, 1) if i > _FIRST)
         return [*found, *([Section("more advice", rest)] if rest else [])]
 
@@ -205,7 +199,7 @@ class ProfileReport(Report):
 
     def _by_kernel(self) -> Section:
         columns = "module|kind|kernel|>calls|>time|>share"
-        marks = {True: "yes", False: "no", None: "?"}
+        marks = {True: "yes", False: "no: ", None: "?"}
         rows: list[tuple[str, ...]] = [
             (
                 (kernel.module or "-") + (" ←" if kernel.backward else ""),
@@ -214,7 +208,7 @@ class ProfileReport(Report):
                 f"{kernel.calls:.3g}",
                 duration(kernel.seconds),
                 f"{self._part([kernel]):.1%}",
-                marks[kernel.tensor_cores] if kernel.eligible else "-",
+                marks[kernel.tensor_cores] + kernel.why_not if kernel.eligible else "-",
             )
             for kernel in self.kernels
         ]
@@ -226,8 +220,3 @@ class ProfileReport(Report):
         else:
             rows = [row[:-1] for row in rows]
         return Section("Device time by kernel", "\n".join(text), columns, rows)
-
-    def _off_tensor_cores(self) -> Section:
-        rows = [(k.module or "-", k.source, k.kind, duration(k.seconds), k.why_not) for k in self.eligible]
-        text = "" if rows else "none: every matmul and convolution is on Tensor Cores"
-        return Section("Eligible for Tensor Cores but not on them", text, "module|line|kind|>time|why", rows)

@@ -15,13 +15,12 @@ from jax import lax
 from mpjax._jaxpr.interpreter import Instrumented, widened
 from mpjax._jaxpr.program import Block, Site, lay_out, owners_of
 from mpjax._jaxpr.source import BACKWARD
-from mpjax._tables import table
 from mpjax.casting.autocast import traced_call
 from mpjax.inspection.gradient import Loss, argument_names
 from mpjax.inspection.layerwise.lockstep import grouped
 from mpjax.inspection.numerics.activations import Counted, counted
 from mpjax.inspection.numerics.range_statistics import Limits, RangeNote, RangeProbe, floats, note
-from mpjax.inspection.reports import WIDTH, percent
+from mpjax.inspection.reports import Section, percent
 from mpjax.loss_scale.replicas import all_finite
 from mpjax.loss_scale.state import find_loss_scale_state, loss_scale_of
 from mpjax.policy import HALF_DTYPES
@@ -63,7 +62,6 @@ class WatchRecord:
         loss_scale: The loss scale of the step's gradients.
         overflow: Whether the gradients were not finite.
         modules: The statistics by module, in program order.
-        history: For a step with an overflow, the records before it, oldest first.
         unseen: Operations of which only the results count, and why.
     """
 
@@ -71,7 +69,6 @@ class WatchRecord:
     loss_scale: float
     overflow: bool
     modules: tuple[WatchedModule, ...]
-    history: tuple[WatchRecord, ...] = ()
     unseen: tuple[str, ...] = ()
 
     def scalars(self) -> dict[str, float]:
@@ -95,17 +92,8 @@ class WatchRecord:
         if lost:
             several = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
             what = f"{lost[0].name or '-'}, {lost[0].phase} ({lost[0].flushed:.0%}){several}"
-            lines.append(f"warning: flushed to zero are most values of {what}: gradients need a larger loss scale")
-        if self.history:
-            before = [
-                max((row.amax for row in record.modules if bad and _place(row) == _place(bad[0])), default=0.0)
-                for record in self.history
-            ]
-            steps = ", ".join(
-                f"{amax:.3g} at step {record.step}" for record, amax in zip(self.history, before, strict=True)
-            )
-            lines.append(f"its largest value before: {steps}")
-        worst = sorted(self.modules, key=lambda row: (-row.nonfinite, -row.flushed, -row.amax))
+            scale = ": gradients need a larger loss scale" if lost[0].phase == "backward" else ""
+            lines.append(f"warning: flushed to zero are most values of {what}{scale}")
         rows = [
             (
                 row.name or "-",
@@ -115,15 +103,11 @@ class WatchRecord:
                 f"{row.zeros:.1%}",
                 str(row.nonfinite),
             )
-            for row in worst[:_SHOWN]
+            for row in sorted(self.modules, key=lambda row: (-row.nonfinite, -row.flushed, -row.amax))[:_SHOWN]
         ]
-        header = ("module", "pass", "amax", "flushed", "zeros", "inf/NaN")
-        lines += table(header, rows, {2, 3, 4, 5}, WIDTH)
-        return "\n".join([*lines, *(f"not inspected: {place}" for place in self.unseen)])
-
-
-def _place(row: WatchedModule) -> tuple[str, str]:
-    return row.name, row.phase
+        columns = "module|pass|>amax|>flushed|>zeros|>inf/NaN"
+        unseen = [f"not inspected: {place}" for place in self.unseen]
+        return "\n".join([*Section("", "\n".join(lines), columns, rows).lines(), *unseen])
 
 
 @jax.tree_util.register_dataclass
@@ -154,7 +138,7 @@ class WatchState:
     unseen: tuple[str, ...] = dataclasses.field(metadata={"static": True}, default=())
 
     def records(self) -> tuple[WatchRecord, ...]:
-        """Returns the last records, oldest first. The record of an overflow has the earlier ones as its history.
+        """Returns the last records, oldest first.
 
         Call it on the host, outside of `jit`.
         """
@@ -168,10 +152,7 @@ class WatchState:
                 for place, (amax, underflow, zeros, nonfinite) in zip(self.names, state.statistics[at], strict=True)
             )
             overflow = bool(state.overflows[at])
-            history = tuple(dataclasses.replace(record, history=()) for record in records) if overflow else ()
-            records.append(
-                WatchRecord(int(state.steps[at]), float(state.scales[at]), overflow, modules, history, self.unseen)
-            )
+            records.append(WatchRecord(int(state.steps[at]), float(state.scales[at]), overflow, modules, self.unseen))
         return tuple(records)
 
 
@@ -216,7 +197,7 @@ def watch(
         every: The number of steps between two records.
         callback: A Python function that receives the `WatchRecord` of each recorded step (see its `scalars`). The
             runtime calls it asynchronously on the host. None to read `WatchState.records` instead.
-        keep: The number of most recent records in the state. They are the `history` of an overflow's record.
+        keep: The number of most recent records in the state.
         policy: Anything that `get_policy` accepts; `fun` runs under autocast, as in `value_and_grad(policy=...)`.
         argnums: Positions of the arguments to differentiate.
         has_aux: Whether `fun` returns `(loss, aux)`.

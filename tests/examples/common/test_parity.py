@@ -46,6 +46,6 @@ def test_evidence_names_the_modules_of_a_script(make):
     report = mpjax.parity(make, [SCALED], 1)
     found = evidence_of(make, SCALED, "float32", report.runs_of(SCALED), report.runs_of("float32"))
     assert found.notes == ()
-    assert 0 < found.gradient_error < 0.1
-    assert any("Dense_0" in name for name, _ in found.parameters)
-    assert any("Dense_1" in row.name for row in found.modules)
+    assert 0 < found.errors.gradient_error < 0.1
+    assert any("Dense_0" in row.name for row in found.errors.parameters)
+    assert any("Dense_1" in row.name for row in found.errors.modules)

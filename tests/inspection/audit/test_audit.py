@@ -364,7 +364,7 @@ def test_devices_go_by_jax_names_and_unknown_ones_are_refused():
         "TPU v5p",
         "TPU v6e",
     ]
-    with pytest.raises(ValueError, match=r"'B100'.*did you mean.*B200.*three numbers"):
+    with pytest.raises(ValueError, match=r"'B100'.*did you mean.*B200.*most like"):
         device_of("B100")
 
 
@@ -378,17 +378,10 @@ def test_the_table_has_the_devices_of_today_with_a_source_each():
     assert {"B200", "GB200", "MI300X", "RTX 4090", "RTX 5090", "A10G", "TPU v5e", "TPU v5p", "TPU v6e"} <= {*DEVICES}
 
 
-def test_an_unknown_device_is_given_by_three_numbers():
-    report = mpjax.audit(lambda x: x @ x, shape(256, 256))
-    bound = report.speedup_bound("100,1,0.5")
-    assert bound.least == pytest.approx(2 * 256**3 / 1e12), "TFLOP/s in half"
-    assert bound.float32 == pytest.approx(2 * bound.least)
-    text = mpjax.audit(lambda x: x @ x, shape(256, 256), device="100,1,0.5").text()
-    assert "100 GB/s, 1 and 0.5 TFLOP/s" in text
+def test_one_device_is_chosen_by_its_name():
+    text = mpjax.audit(lambda x: x @ x, shape(256, 256), device="T4").text()
+    assert "T4" in text
     assert "V100" not in text
-    for wrong in ("100,1", "100,1,-1", "100,1,x", "1,2,3,4"):
-        with pytest.raises(ValueError, match=f"'{wrong}': describe a device by three positive numbers"):
-            device_of(wrong)
 
 
 def test_mixed_operands_come_with_the_way_out():

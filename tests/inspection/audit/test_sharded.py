@@ -45,7 +45,6 @@ def report():
 def test_flops_count_on_all_devices_and_on_each(report):
     of_each_matmul = 2 * ROWS * SIDE * SIDE  # One is inside of shard_map, one outside.
     assert report.flops == {"float32": 2 * of_each_matmul}
-    assert report.flops_per_device == {"float32": 2 * of_each_matmul / DEVICES}
     assert [(row.devices, row.flops) for row in report.matmuls] == [(DEVICES, of_each_matmul), (1, of_each_matmul)]
 
 
@@ -55,7 +54,7 @@ def test_the_report_labels_both(report):
 
 def test_the_bound_is_that_of_one_device(report):
     whole = mpjax.audit(lambda w, x: (x @ w) @ w, jnp.ones((SIDE, SIDE)), jnp.ones((ROWS, SIDE)))
-    slow = "1e6,1,1e-6"  # FLOP/s decide.
+    slow = "T4"
     assert report.speedup_bound(slow).least == pytest.approx(whole.speedup_bound(slow).least / DEVICES)
 
 

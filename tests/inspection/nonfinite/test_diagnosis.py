@@ -147,3 +147,8 @@ def test_a_fault_of_the_data_is_told_from_one_of_autocast():
     half = mpjax.autocast(loss, "mixed_bfloat16")
     found = find_nonfinite(jax.jit(jax.grad(half)), np.full((4, 4), 3e38, np.float32), np.ones((2, 4), np.float32))
     assert "float32 fails too" in found.diagnosis
+
+
+def test_an_overflow_of_float32_is_called_an_overflow():
+    for fun in (lambda x: x * x, lambda x: x @ x, lambda x: jnp.sum(x**3)):
+        assert find_nonfinite(fun, np.full((2, 2), 1e30, np.float32)).diagnosis.startswith("overflow")

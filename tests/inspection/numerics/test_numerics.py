@@ -146,7 +146,7 @@ def test_the_table_by_operation_shows_what_half_would_lose():
 
     report = mpjax.numerics(loss, np.float32(1), np.ones(4096, np.float32))
     ops = {row.op: row for row in sorted(report.by_op, key=lambda row: row.count) if row.phase == "forward"}
-    assert (ops["exp"].overflowed, ops["exp"].rule) == (1.0, "float32")
+    assert ops["exp"].overflowed == 1.0
     running = ops["add"]
     assert (running.source.partition(":")[0], running.count) == ("test_numerics.py", 4096)
     assert "exp" in str(report)

@@ -74,15 +74,14 @@ def test_flushed_gradients_are_found(report):
     assert found.parted_at is not None
     assert found.parted_at < STEPS
     assert found.loss_scale == 1
-    assert found.flushed > 0.5
+    assert found.ranges.flushed_at(1) > 0.5
 
 
 def test_modules_and_parameters_come_with_their_share_and_error(report):
     (found,) = report.evidence
-    modules = {row.name: row for row in found.modules}
+    modules = {row.name: row for row in found.ranges.gradients}
     assert modules["second"].flushed > 0.5
-    errors = dict(found.parameters)
-    assert [*errors] == sorted(errors, key=errors.get, reverse=True)
+    errors = {row.name: row.error for row in found.errors.parameters}
     assert min(errors["first"], errors["second"]) > 0.5, "nearly all of their gradients are lost"
 
 
