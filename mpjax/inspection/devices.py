@@ -14,23 +14,23 @@ class Device:
 
     Args:
         name: The key in `DEVICES`.
+        source: The document that states these figures.
         bandwidth: Memory bandwidth in bytes per second.
         float16, bfloat16: FLOP/s on Tensor Cores (matrix cores, MXUs) with float32 accumulation, as XLA uses them.
             The float32 rate where the device has none for the dtype (bfloat16 before Ampere).
         tfloat32: FLOP/s of float32 matmuls at JAX's default precision: TF32 on GPUs that have it, one bfloat16 pass on
             TPUs.
         float32, float64: FLOP/s at full precision (float64 on Tensor Cores that support it).
-        source: The document that states these figures.
     """
 
     name: str
+    source: str
     bandwidth: float
     float16: float
     bfloat16: float
     tfloat32: float
     float32: float
     float64: float
-    source: str
 
     @property
     def is_tpu(self) -> bool:
@@ -47,7 +47,7 @@ class Device:
 
 # A TPU takes six bfloat16 passes for float32, and is not faster in float64.
 _, *_ROWS = csv.reader(pathlib.Path(__file__).with_suffix(".csv").read_text().splitlines())
-DEVICES = {name: Device(name, *map(float, rates), source=source) for name, *rates, source in _ROWS}
+DEVICES = {name: Device(name, source, *map(float, rates)) for name, source, *rates in _ROWS}
 # JAX's `device_kind` where it differs from the table's name.
 _KINDS = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e"}
 

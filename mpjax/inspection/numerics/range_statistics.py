@@ -86,22 +86,22 @@ class Tally:
     """Statistics of values; `+` combines two tallies.
 
     Args:
+        max: The largest magnitude of a finite value.
+        min_nonzero: The smallest nonzero magnitude; inf if there is none.
         size: The number of values.
         zeros: The number of zeros.
         flushed: The number of nonzero values that half would flush to zero.
         overflowed: The number of finite values that overflow to inf in half.
         nonfinite: The number of values that are inf or NaN already.
-        max: The largest magnitude of a finite value.
-        min_nonzero: The smallest nonzero magnitude; inf if there is none.
     """
 
+    max: float = 0.0
+    min_nonzero: float = np.inf
     size: int = 0
     zeros: int = 0
     flushed: int = 0
     overflowed: int = 0
     nonfinite: int = 0
-    max: float = 0.0
-    min_nonzero: float = np.inf
 
     def __add__(self, other: Tally) -> Tally:
         mine, theirs = vars(self), vars(other)
@@ -155,7 +155,7 @@ def _size_bits(x: Any) -> Any:
 def tally_of(found: RangeNote) -> Tally:
     """The tally of a note."""
     counts, (largest, smallest), _ = found
-    return Tally(*map(int, counts), max=float(largest), min_nonzero=float(smallest))
+    return Tally(float(largest), float(smallest), *map(int, counts))
 
 
 def _exponents(x: Any) -> Any:
@@ -301,7 +301,7 @@ def note(arrays: Sequence[Any], limits: Limits, graded: bool = True) -> RangeNot
         graded: Whether to compute the histogram of exponents.
 
     Returns:
-        Counts (in the order of the first fields of `Tally`), the largest and the smallest nonzero magnitude, and the
+        Counts (in the order of the last fields of `Tally`), the largest and the smallest nonzero magnitude, and the
         histogram.
     """
     arrays = [*map(compat.replicated, arrays)]
