@@ -148,7 +148,7 @@ def check_plan(plan: Plan) -> None:
             "rest of the program."
         )
     float8 = setting.float8.entries if setting.float8 else ()
-    patterns = [
+    patterns: list[tuple[Any, str]] = [
         (entry, f"the float8 pattern {entry!r} (of Float8 or of an override of the policy)") for entry, _ in float8
     ]
     for entry, op in setting.rules.entries:
