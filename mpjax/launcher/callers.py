@@ -27,10 +27,6 @@ class Callers:
         self.seen: set[str] = set()  # the packages that have called
         self._is_library_file = functools.lru_cache(maxsize=None)(is_library_file)
 
-    def script_calls(self) -> bool:
-        """Whether the nearest caller outside the conduits is the script."""
-        return self._nearest() is not None
-
     def script_line(self) -> str:
         """The calling line of the script, as `train.py:12`; empty if a library is calling."""
         frame = self._nearest()

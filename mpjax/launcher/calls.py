@@ -22,7 +22,7 @@ from mpjax._jaxpr.source import scopes
 from mpjax.casting.autocast import is_array, plan_program, run_program, trace
 from mpjax.launcher.linearity import nonlinear_rule
 from mpjax.launcher.retrying import all_finite, behind, is_inexact
-from mpjax.launcher.session import Scale, Session, differentiating
+from mpjax.launcher.session import Scale, Session, differentiating, function_name
 
 # The named scope of a rerun. Operations in it run only after an overflow.
 SCOPE = "mpjax_in_float32"
@@ -58,6 +58,11 @@ class Call:
     def nonlinear_rule(self) -> str:
         """The name of a derivative rule that a loss scale would change; "" if there is none."""
         return self.scope.rule or nonlinear_rule(self._program.jaxpr)
+
+    @property
+    def has_matmul(self) -> bool:
+        """Whether it has a matmul or a convolution: something to cast."""
+        return any(site.flops for site in running_sites(self._program.jaxpr))
 
     def in_half(self, scale: Any, args: Any, kwargs: Any) -> list[Any]:
         """The arrays among the results for other arguments, with nested gradients scaled by `scale`."""
@@ -95,10 +100,15 @@ class Call:
             outs[i] = compat.with_weak_type(value, jax.typeof(outs[i]))
         return outs, ~finite
 
-    def explain(self, session: Session, fun: Any) -> None:
-        """Writes the plan to the `--explain` file."""
-        run = mpjax.autocast(self._run, session.policy, rules=session.rules)
-        session.explain(fun, lambda: mpjax.explain(run, self._program.arrays))
+    def explain(self, session: Session, fun: Any, line: str) -> None:
+        """Writes the plan to the `--explain` file, once per line of the script."""
+        path = session.options.explain
+        if path and line not in session.explained:
+            run = mpjax.autocast(self._run, session.policy, rules=session.rules)
+            plan = mpjax.explain(run, self._program.arrays)
+            with open(path, "a" if session.explained else "w") as file:
+                file.write(f"{function_name(fun)}, differentiated at {line}\n\n{plan}\n\n")
+            session.explained.add(line)
 
 
 def _in_a_branch(finite: Any, rerun: Callable[..., Any], arrays: Sequence[Any], kept: list[Any]) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -56,16 +55,9 @@ def options_of(parsed: argparse.Namespace) -> Options:
     """
     fields = read_rules(parsed.rules) if parsed.rules else {}
     fields["deny"] = (*fields.get("deny", ()), *parsed.deny)
-    return dataclasses.replace(
-        Options(**fields),
-        policy=parsed.policy,
-        attention=parsed.attention,
-        any_gradient=parsed.any_gradient,
-        init_scale=parsed.init_scale,
-        quiet=parsed.quiet,
-        explain=os.path.abspath(parsed.explain) if parsed.explain else "",
-        dry_run=parsed.dry_run,
-    )
+    names = ("policy", "attention", "any_gradient", "init_scale", "quiet", "dry_run")
+    explain = os.path.abspath(parsed.explain) if parsed.explain else ""
+    return Options(**fields, **{name: getattr(parsed, name) for name in names}, explain=explain)
 
 
 def _target(parsed: argparse.Namespace) -> tuple[bool, str, list[str]]:

@@ -23,10 +23,7 @@ from mpjax.launcher.retrying import (
 )
 from mpjax.launcher.session import (
     CALLS,
-    COLUMNS,
     GOOD,
-    NONFINITE,
-    RERUNS,
     RETRIES,
     ROWS,
     SCALE,
@@ -34,6 +31,7 @@ from mpjax.launcher.session import (
     differentiating,
     enclosing_scale,
     frame,
+    function_name,
 )
 from mpjax.loss_scale.cotangents import multiply, unscale_by
 
@@ -93,8 +91,8 @@ def _is_cast(session: Session, call: Call, fun: Any, line: str, differentiated: 
     if session.scales and (rule := call.nonlinear_rule):
         session.rules_not_linear[line] = rule
         return False
-    session.cast(fun, line, call.scope.lines, differentiated)
-    call.explain(session, fun)
+    session.cast(function_name(fun) + " (no matmul)" * (not call.has_matmul), line, call.scope.lines, differentiated)
+    call.explain(session, fun, line)
     return True
 
 
@@ -193,13 +191,9 @@ def _next_state(state: Any, found: LastAttempt, reran: Any) -> Any:
     retried = found.retries > 0
     good = jnp.where(retried, 0.0, state[GOOD] + found.finite.astype(jnp.float32))
     grow = good >= GROWTH_INTERVAL
-    row = [jnp.zeros(())] * COLUMNS
-    row[SCALE] = adapted(jnp.where(retried & found.finite, found.scale, state[SCALE]), grow, False)
-    row[GOOD] = jnp.where(grow, 0.0, good)
-    row[CALLS] = state[CALLS] + 1
-    for column, count in (RETRIES, found.retries), (NONFINITE, ~found.finite), (RERUNS, reran):
-        row[column] = state[column] + count.astype(jnp.float32)
-    return jnp.stack(row)
+    scale = adapted(jnp.where(retried & found.finite, found.scale, state[SCALE]), grow, False)
+    counted = [x.astype(jnp.float32) for x in (found.retries, ~found.finite, reran)]
+    return jnp.stack([scale, jnp.where(grow, 0.0, good), state[CALLS] + 1, *(state[RETRIES:] + jnp.stack(counted))])
 
 
 def _read(states: Any, row: int) -> Any:

@@ -10,7 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from mpjax.launcher import notebooks, tracebacks
 from mpjax.launcher.options import LaunchError, Options
@@ -32,33 +32,26 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The spec that the other finders give, with a loader that calls the function."""
+        """The spec that the other finders give. Its loader calls the function after it has executed the module."""
         if fullname != self.name:
             return None
         others = (finder for finder in sys.meta_path if not isinstance(finder, AfterImport))
         specs = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self.call)
+            self._call_after(spec.loader)
         return spec
 
+    def _call_after(self, loader: Any) -> None:
+        run = loader.exec_module
 
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: Any, call: Callable[[], None]):
-        self.loader, self.call = loader, call
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            run(module)
+            if module.__name__ == self.name:
+                self.call()
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        module.__loader__ = self.loader
-        self.loader.exec_module(module)
-        self.call()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
+        loader.exec_module = exec_module
 
 
 _LATEST: list[AfterImport] = []  # the hooks of the latest call of `install`
@@ -124,19 +117,20 @@ def _patch(name: str, done: dict[str, Any], options: Options, main: bool) -> Non
 
 
 def _session_or_exit(options: Options, main: bool) -> Any:
-    from mpjax.launcher.report import DryRun, Report
+    from mpjax.launcher.report import Report, dry_run
     from mpjax.launcher.session import Session
 
     try:
         session = Session(options)
     except LaunchError as error:
         _LATEST.clear()  # The error says enough: no report at exit.
-        fail(str(error))
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     report = Report(session, always=main)
-    session.watchers.append(report)
+    session.watchers.append(report.traced)
     notebooks.attach(report.summary)
     if options.dry_run:
-        session.watchers.append(DryRun())
+        session.watchers.append(dry_run)
     return session
 
 
@@ -149,9 +143,3 @@ def patch(options: Options) -> Any:
     for name in ("jax", "optax", "jax.example_libraries.optimizers"):
         patches.patch(name)
     return patches
-
-
-def fail(message: str) -> NoReturn:
-    """Ends the process with a message and exit code 2."""
-    print(f"{PROGRAM}: error: {message}", file=sys.stderr)
-    raise SystemExit(2)

@@ -18,6 +18,7 @@ import numpy as np
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import Op, Saves, primitive
 from mpjax._jaxpr.program import sub_jaxprs
+from mpjax.casting.autocast import trace
 from mpjax.casting.derivative_rules import rules_of
 
 
@@ -63,19 +64,11 @@ def _name(eqn: Any) -> str:
 
 def check_rule(bwd: Callable[..., Any], args: Sequence[Any]) -> bool:
     """Whether a backward rule is linear in its cotangents, which are the last of its arguments."""
-    leaves, tree = jax.tree.flatten(args[-1])
-    arrays = [x for x in leaves if isinstance(x, jax.Array)]
-
-    def linear(*arrays: Any) -> list[Any]:
-        rest = iter(arrays)
-        cotangents = jax.tree.unflatten(tree, [next(rest) if isinstance(x, jax.Array) else x for x in leaves])
-        return [x for x in jax.tree.leaves(bwd(*args[:-1], cotangents)) if isinstance(x, jax.Array)]
-
     try:
-        jaxpr = compat.trace(linear, *arrays)
+        program = trace(lambda cotangents: bwd(*args[:-1], cotangents), args[-1:], {}, None)
     except Exception:  # The rule raises it when JAX calls it.
         return False
-    return is_linear(jaxpr, 0, len(compat.open_jaxpr(jaxpr).jaxpr.outvars))
+    return is_linear(program.jaxpr, 0, len(compat.open_jaxpr(program.jaxpr).jaxpr.outvars))
 
 
 def is_linear(jaxpr: Any, residuals: int, results: int) -> bool:

@@ -22,22 +22,19 @@ def guarded(session: Session, update: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(update)
     def update_if_finite(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        def skip(shapes: Any) -> Any:
+        def skipped(shapes: Any) -> Any:
             return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[0]), state
 
-        return _taken(session, updates, lambda: update(updates, state, params, **extra), skip)
+        return _taken(session, updates, lambda: update(updates, state, params, **extra), skipped)
 
     return update_if_finite
 
 
 def guarded_state(session: Session, update: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the `update` of `jax.example_libraries.optimizers` so that nonfinite gradients keep the state."""
-
-    @functools.wraps(update)
-    def update_if_finite(step: Any, grads: Any, state: Any) -> Any:
-        return _taken(session, grads, lambda: update(step, grads, state), lambda shapes: state)
-
-    return update_if_finite
+    return functools.wraps(update)(
+        lambda step, grads, state: _taken(session, grads, lambda: update(step, grads, state), lambda _: state)
+    )
 
 
 def _taken(session: Session, grads: Any, take: Callable[[], Any], skip: Callable[[Any], Any]) -> Any:

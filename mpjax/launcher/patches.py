@@ -94,9 +94,9 @@ def _differentiation(session: Session, value_and_grad: Any, original: Any, gradi
     @functools.wraps(original)
     def differentiate(fun: Any, argnums: Any = 0, has_aux: bool = False, *rest: Any, **options: Any) -> Any:
         plain = original(fun, argnums, has_aux, *rest, **options)
-        if not session.active_for(rest, options) or not session.callers.script_calls():
-            return plain
         line = session.callers.script_line()
+        if not line or not session.active_for(rest, options):
+            return plain
 
         @functools.wraps(plain)
         def gradient(*args: Any, **kwargs: Any) -> Any:
@@ -122,9 +122,8 @@ def _differentiation(session: Session, value_and_grad: Any, original: Any, gradi
 def _linearization(session: Session, original: Any) -> Any:
     @functools.wraps(original)
     def linearize(fun: Any, *primals: Any, **options: Any) -> Any:
-        trains = session.active and session.callers.script_calls()
         line = session.callers.script_line()
-        if not trains or not session.trains(fun, line):
+        if not line or not session.active or not session.trains(fun, line):
             return original(fun, *primals, **options)
         from mpjax.launcher import gradients
 
@@ -167,7 +166,7 @@ def _checked_rules(original: Any) -> Any:
 def _compilation(session: Session, original: Any) -> Any:
     @functools.wraps(original)
     def jit(fun: Any = None, /, **options: Any) -> Any:
-        if not session.callers.script_calls():
+        if not session.callers.script_line():
             return original(**options) if fun is None else original(fun, **options)
         if fun is None:
             return lambda fun: programs.Compiled(session, original, fun, options)
@@ -179,7 +178,7 @@ def _compilation(session: Session, original: Any) -> Any:
 def _mapping(session: Session, original: Any) -> Any:
     @functools.wraps(original)
     def pmap(fun: Any, *args: Any, **options: Any) -> Any:
-        if session.callers.script_calls():
+        if session.callers.script_line():
             fun = programs.under_policy(session, fun)
         return original(fun, *args, **options)
 

@@ -31,7 +31,7 @@ class Compiled:
         functools.update_wrapper(self, fun, updated=())
         self._session, self._jit, self._fun, self._options = session, jit, fun, options
         self._untouched = jit(fun, **options)
-        self._states: Any = None
+        self.counts: Any = None  # its state rows, loss scales and counters, once it has run
         self.name = name_of(fun)
         self.clock = Clock()
         self.trains = False
@@ -44,11 +44,6 @@ class Compiled:
         self._plain = self._jit(under_policy(self._session, self._fun), **self._options)
         # JAX takes no keyword arguments beside in_shardings.
         self._stateful = None if self._options.get("in_shardings") is not None else self._with_states()
-
-    @property
-    def counts(self) -> Any:
-        """The state rows of the function, loss scales and counters; None if it has not run."""
-        return self._states
 
     def _with_states(self) -> Any:
         options = dict(self._options)
@@ -66,12 +61,13 @@ class Compiled:
             self._make()
         if self._stateful is None or compat.is_tracing():
             return self._plain(*args, **kwargs)
-        if self._states is None:
-            self._states = self._session.initial_states()
-        out, self._states = self._stateful(*args, **kwargs, **{_STATES: self._states})
+        if self.counts is None:
+            self.counts = self._session.initial_states()
+        out, self.counts = self._stateful(*args, **kwargs, **{_STATES: self.counts})
         if self.trains:
-            self.clock.tick(self._states)
-            self._session.step_finished(self)
+            self.clock.tick(self.counts)
+            if self not in self._session.steps:
+                self._session.steps.append(self)
         return out
 
     def derived(self, key: Any, gradient: Callable[..., Any]) -> Compiled:
@@ -149,44 +145,39 @@ def trace(
     session: Session, fun: Callable[..., Any], args: Any, kwargs: Any, states: Any, compiled: Compiled | None
 ) -> Any:
     """Traces a program to see whether it trains or evaluates, and returns its result under the policy."""
+    from mpjax.casting.autocast import is_array
+    from mpjax.casting.autocast import trace as trace_call
     from mpjax.launcher.calls import running_sites
     from mpjax.launcher.outside import in_half, is_differentiated
 
     seen = Frame(name_of(fun))
-    leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    places = [i for i, (_, leaf) in enumerate(leaves) if isinstance(leaf, jax.Array)]
-    made: dict[str, Any] = {}
 
-    def flat(states: Any, *arrays: Any) -> Any:
-        filled = [leaf for _, leaf in leaves]
-        for i, array in zip(places, arrays, strict=True):
-            filled[i] = array
-        args, kwargs = jax.tree.unflatten(tree, filled)
+    def with_states(states: Any, args: Any, kwargs: Any) -> Any:
         seen.states = None if states is None else jax.new_ref(states)
         with tracing(seen):
-            outs, made["tree"] = jax.tree.flatten(fun(*args, **kwargs))
+            out = fun(*args, **kwargs)
         states = None if states is None else seen.states[...]
         seen.states, seen.finite = None, []  # Tracers must not outlive the trace.
-        return outs, states
+        return out, states
 
-    arrays = [leaves[i][1] for i in places]
-    traced = compat.trace(flat, states, *arrays)
-    sites = [site for site in running_sites(traced) if site.flops]
+    traced = trace_call(with_states, (states, args, kwargs), {}, None)
+    sites = [site for site in running_sites(traced.jaxpr) if site.flops]
     trains = seen.differentiates or seen.optimizes or is_differentiated(sites)
-    parameters = session.parameters.among([leaves[i] for i in places])
-    jaxpr = traced
+    leaves = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
+    arrays = [(path, leaf) for path, leaf in leaves if is_array(leaf)]
+    parameters = session.parameters.among(arrays)
+    jaxpr = traced.jaxpr
     if parameters and session.active and (seen.differentiates or not trains):
-        inputs = compat.open_jaxpr(traced).jaxpr.invars[-len(arrays) :]
-        jaxpr = in_half(session, traced, {inputs[i] for i in parameters})
-    seen.evaluates = not trains and jaxpr is not traced
-    session.traced(seen, jaxpr)
+        inputs = compat.open_jaxpr(jaxpr).jaxpr.invars[-len(arrays) :]
+        jaxpr = in_half(session, jaxpr, {inputs[i] for i in parameters})
+    seen.evaluates = not trains and jaxpr is not traced.jaxpr
+    for watch in session.watchers:
+        watch(seen, jaxpr)
     if compiled is not None:
         compiled.trains = compiled.trains or seen.differentiates
         compiled.decided = trains or not sites or bool(session.parameters)
-    outs = jax.extend.core.jaxpr_as_fun(jaxpr)(*arrays if states is None else (states, *arrays))
-    count = made["tree"].num_leaves
-    out = jax.tree.unflatten(made["tree"], outs[:count])
-    return out if compiled is None else (out, outs[count])
+    out, states = traced.rebuild(jax.extend.core.jaxpr_as_fun(jaxpr)(*traced.arrays))
+    return out if compiled is None else (out, states)
 
 
 def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:

@@ -29,7 +29,6 @@ class Report:
 
     def __init__(self, session: Session, always: bool):
         self.session, self.always = session, always
-        self.steps: list[Any] = []
         self.evaluations: list[str] = []
         self._described: set[str] = set()
         self._printed = ""
@@ -42,11 +41,6 @@ class Report:
         if program.differentiates and program.name not in self._described and not self.session.options.quiet:
             self._described.add(program.name)
             self._print(first_block(self.session, program, jaxpr))
-
-    def step_finished(self, compiled: Any) -> None:
-        """Records a training step."""
-        if compiled not in self.steps:
-            self.steps.append(compiled)
 
     def last_block(self) -> None:
         """Prints the summary of the run, at exit."""
@@ -83,10 +77,10 @@ class Report:
         self._printed = text
 
     def _cast(self) -> list[str]:
-        counted = [step for step in self.steps if step.counts is not None]
-        lines = [line for step in counted for line in _of_step(self.session, step)]
-        if not counted:
-            lines.append("  no steps were counted: none finished, or they ran in a pmap, or in a jit with in_shardings")
+        lines = [line for step in self.session.steps for line in _of_step(self.session, step)]
+        if not lines:
+            why = "no step finished, or it ran in a pmap, a scan outside of jit, or a jit with in_shardings"
+            lines.append(f"  cast, but not counted: {_places(self.session.sites)} ({why})")
         if self.evaluations:
             lines.append(f"  evaluated in half: {', '.join(dict.fromkeys(self.evaluations))}")
         return lines
@@ -204,23 +198,12 @@ def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
     return "\n".join(lines)
 
 
-class DryRun:
+def dry_run(program: Frame, jaxpr: Any) -> None:
     """Prints the audit of the first program that trains, then ends the process before that program runs."""
-
-    def traced(self, program: Frame, jaxpr: Any) -> None:
-        """Audits a program if it trains."""
-        if program.differentiates:
-            print(audit(jaxpr), flush=True)
-            raise SystemExit(0)
-
-    def step_finished(self, compiled: Any) -> None:
-        """Does nothing: the process ends before the first step."""
-
-
-def audit(jaxpr: Any) -> str:
-    """The audit of a traced program, as text."""
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in compat.open_jaxpr(jaxpr).jaxpr.invars]
-    return str(mpjax.audit(jax.extend.core.jaxpr_as_fun(jaxpr), *shapes))
+    if program.differentiates:
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in compat.open_jaxpr(jaxpr).jaxpr.invars]
+        print(mpjax.audit(jax.extend.core.jaxpr_as_fun(jaxpr), *shapes), flush=True)
+        raise SystemExit(0)
 
 
 def _is_half(site: Site) -> bool:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax._jaxpr import compat
+from mpjax.casting.autocast import trace
 from mpjax.loss_scale.replicas import all_finite as all_finite_on
 from mpjax.loss_scale.transformation import next_scale
 
@@ -69,31 +70,22 @@ def until_finite(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Las
     Returns:
         The first attempt whose gradients are finite or that a lower scale can't help, or that at the lowest scale.
     """
-    leaves, tree = jax.tree.flatten(args)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-    made: dict[str, Any] = {}
-
-    def flat(scale: Any, *arrays: Any) -> tuple[Any, Any, list[Any]]:
-        given = list(leaves)
-        for i, array in zip(places, arrays, strict=True):
-            given[i] = array
-        attempt = evaluate(scale, jax.tree.unflatten(tree, given))
-        outs, made["tree"] = jax.tree.flatten(attempt.result)
-        return attempt.finite, attempt.may_retry, outs
-
-    jaxpr, consts = compat.open_jaxpr(compat.trace(flat, start, *(leaves[i] for i in places)))
+    call = trace(evaluate, (jnp.asarray(start, jnp.float32), args), {}, None)
+    jaxpr, consts = compat.open_jaxpr(call.jaxpr)
     # What the computation closes over is an argument of the loop, so that it can be differentiated with respect to it.
-    arrays = [*consts, *(leaves[i] for i in places)]
+    start, *arrays = call.arrays
+    arrays = [*consts, *arrays]
     if jax.extend.core.unsafe_am_i_under_a_vmap_DO_NOT_USE():
         arrays = list(map(jnp.copy, arrays))  # JAX's `custom_jvp` accepts no batch of NumPy
 
     def attempt(scale: Any, arrays: Sequence[Any]) -> list[Any]:
-        return jax.core.eval_jaxpr(jaxpr, arrays[: len(consts)], scale, *arrays[len(consts) :])
+        *outs, finite, may_retry = jax.core.eval_jaxpr(jaxpr, arrays[: len(consts)], scale, *arrays[len(consts) :])
+        return [finite, may_retry, *outs]
 
-    shapes = [v.aval for v in jaxpr.outvars[2:]]
-    scale, retries, finite, outs = _repeated(attempt, shapes, jnp.asarray(start, jnp.float32), arrays)
+    *shapes, _, _ = [v.aval for v in jaxpr.outvars]
+    scale, retries, finite, outs = _repeated(attempt, shapes, start, arrays)
     outs = [compat.with_weak_type(x, aval) for x, aval in zip(outs, shapes, strict=True)]
-    return LastAttempt(jax.tree.unflatten(made["tree"], outs), finite, scale, retries)
+    return LastAttempt(call.rebuild([*outs, finite, finite]).result, finite, scale, retries)
 
 
 def _repeated(attempt: Callable[..., list[Any]], shapes: Sequence[Any], start: Any, arrays: list[Any]) -> Any:

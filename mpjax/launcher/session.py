@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -114,16 +114,6 @@ def differentiating(value: Any) -> Iterator[Scale]:
         scale.value = None  # A tracer must not outlive its trace.
 
 
-class Watcher(Protocol):
-    """Receives the events of a session."""
-
-    def traced(self, program: Frame, jaxpr: Any) -> None:
-        """Called when a program was traced."""
-
-    def step_finished(self, compiled: Any) -> None:
-        """Called after a call of a compiled function that differentiates."""
-
-
 class Session:
     """The parsed options of this process and what the script has done so far.
 
@@ -171,8 +161,9 @@ class Session:
         self.rules_not_linear: dict[str, str] = {}  # lines whose gradients a loss scale would change, and the rule
         self.differentiated = False  # whether the script called a gradient function, which may have failed
         self.sites: dict[str, str] = {}
-        self._explained: set[str] = set()
-        self.watchers: list[Watcher] = []
+        self.explained: set[str] = set()  # the lines in the `--explain` file
+        self.watchers: list[Callable[[Frame, Any], None]] = []  # each receives a traced program and its jaxpr
+        self.steps: list[Any] = []  # the compiled functions that differentiate and have run
 
     def _read_rules(self, filled_lists: dict[str, Any]) -> None:
         from mpjax.casting.autocast import setting_of
@@ -203,7 +194,7 @@ class Session:
         """
         gives_way = self.scales and enclosing_scale() is None and compat.is_differentiating()
         if gives_way:
-            self.differentiated_again.setdefault(line, _name(fun))
+            self.differentiated_again.setdefault(line, function_name(fun))
         return gives_way
 
     def trains(self, fun: Any, line: str) -> bool:
@@ -216,39 +207,29 @@ class Session:
         if (scale := enclosing_scale()) is not None and scale.value is None:
             return False
         if not self.casts:
-            self.in_float32.setdefault(line, _name(fun))
+            self.in_float32.setdefault(line, function_name(fun))
             return False
         if not compat.is_compiling():
             # Each call would be traced and planned again, which costs more than half precision can save.
-            self.outside_jit.setdefault(line, _name(fun))
+            self.outside_jit.setdefault(line, function_name(fun))
             return False
         if scale is not None:
-            scale.lines.setdefault(line, _name(fun))
+            scale.lines.setdefault(line, function_name(fun))
         return True
 
-    def cast(self, fun: Any, line: str, nested: dict[str, str], differentiated: Sequence[Any]) -> None:
+    def cast(self, name: str, line: str, nested: dict[str, str], differentiated: Sequence[Any]) -> None:
         """Records a gradient in half, and the parameters.
 
         Args:
-            fun: The differentiated function.
+            name: The name of the differentiated function.
             line: The line of the script that differentiates.
             nested: The lines of gradients inside the function, which may be with respect to data.
             differentiated: The arguments with respect to which the outer gradient is.
         """
-        for place, name in {line: _name(fun), **nested}.items():
-            self.sites.setdefault(place, name)
+        for place, function in {line: name, **nested}.items():
+            self.sites.setdefault(place, function)
         for tree in differentiated:
             self.parameters.learn(tree)
-
-    def traced(self, program: Frame, jaxpr: Any) -> None:
-        """Reports a traced program to the watchers."""
-        for watcher in self.watchers:
-            watcher.traced(program, jaxpr)
-
-    def step_finished(self, compiled: Any) -> None:
-        """Reports a call of a compiled function that differentiates to the watchers."""
-        for watcher in self.watchers:
-            watcher.step_finished(compiled)
 
     @property
     def setting(self) -> Any:
@@ -263,15 +244,6 @@ class Session:
         found = [f"{op.value} {entry!r}" for entry, op in self._entries if entry not in self._matched]
         return found + [f"packages {name!r}" for name in sorted(self.callers.packages - self.callers.seen)]
 
-    def explain(self, fun: Any, plan: Callable[[], Any]) -> None:
-        """Writes the plan of a differentiated function to the `--explain` file, once per line of the script."""
-        line = self.callers.script_line()
-        if not self.options.explain or self.half == "float32" or line in self._explained:
-            return
-        with open(self.options.explain, "a" if self._explained else "w") as file:
-            file.write(f"{_name(fun)}, differentiated at {line}\n\n{plan()}\n\n")
-        self._explained.add(line)
-
     def initial_states(self) -> Any:
         """The initial state rows of a compiled step."""
         rows = np.zeros((ROWS, COLUMNS), np.float32)
@@ -279,7 +251,7 @@ class Session:
         return jax.device_put(rows)
 
 
-def _name(fun: Any) -> str:
+def function_name(fun: Any) -> str:
     return getattr(fun, "__name__", type(fun).__name__)
 
 

@@ -318,8 +318,8 @@ def test_two_optimizers_have_a_scale_each(launched):
     both = [params(), jax.tree.map(lambda w: w * jnp.nan, params())]
     ps, _ = step(both, [tx.init(params()) for tx in txs], X)
     assert bitwise_equal([jnp.isfinite(p["w"]).all() for p in ps], [True, False])
-    assert step._states[:3, CALLS].tolist() == [1, 1, 0]
-    assert step._states[:3, NONFINITE].tolist() == [0, 1, 0]
+    assert step.counts[:3, CALLS].tolist() == [1, 1, 0]
+    assert step.counts[:3, NONFINITE].tolist() == [0, 1, 0]
 
 
 # ---- Forward passes that overflow float16 ----
@@ -432,7 +432,7 @@ def test_reruns_are_counted(launched):
     step = jax.jit(lambda p, x: jax.value_and_grad(overflowing, has_aux=True)(p, x)[0][0])
     for x in (X, LARGE, LARGE):
         step(params(), x)
-    assert step._states[0, [CALLS, RERUNS, NONFINITE]].tolist() == [3, 2, 2]
+    assert step.counts[0, [CALLS, RERUNS, NONFINITE]].tolist() == [3, 2, 2]
 
 
 def test_rules_that_match_nothing_are_recorded(launched):

@@ -1,7 +1,4 @@
-"""Typical training scripts, unchanged, from end to end under the launcher.
-
-`python -m benchmarks.launcher` runs all of them, and compares their final losses with three seeds in float32.
-"""
+"""Typical training scripts, unchanged, from end to end under the launcher."""
 
 import pathlib
 import runpy
@@ -20,20 +17,18 @@ FOLDER = pathlib.Path(__file__).parent / "scripts"
 
 
 class Watcher:
-    """Counts matmul FLOPs of the programs that differentiate, by dtype, and keeps the steps."""
+    """Counts matmul FLOPs of the programs that differentiate, by dtype."""
 
-    def __init__(self):
+    def __init__(self, session):
         self.half = self.all = 0
-        self.steps = []
+        self.steps = session.steps
+        session.watchers.append(self.traced)
 
     def traced(self, program, jaxpr):
         if program.differentiates:
             for site in running_sites(jaxpr):
                 self.all += site.flops
                 self.half += site.flops * all(v.aval.dtype.itemsize == 2 for v in site.eqn.invars[:2])
-
-    def step_finished(self, compiled):
-        self.steps.append(compiled)
 
     def count(self, column):
         return float(self.steps[-1].counts[:, column].sum())
@@ -42,8 +37,7 @@ class Watcher:
 @pytest.fixture
 def trained(launched):
     def run(name, *arguments, **options):
-        watcher = Watcher()
-        launched(**options).watchers.append(watcher)
+        watcher = Watcher(launched(**options))
         with jax.numpy_dtype_promotion("standard"):  # as users' scripts expect
             loss = runpy.run_path(str(FOLDER / f"{name}.py"))["main"](list(arguments))
         assert np.isfinite(loss)
