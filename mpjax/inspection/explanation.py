@@ -58,8 +58,8 @@ class Explanation(Report):
     def half_share(self) -> float:
         """The fraction of `flops` that runs in half or float8; 0 if there are none."""
         flops = self.flops
-        half = sum(n for dtype, n in flops.items() if dtype.startswith(("float16", "bfloat16", "float8")))
-        return half / sum(flops.values()) if flops else 0.0
+        half = (n for dtype, n in flops.items() if dtype.startswith(("float16", "bfloat16", "float8")))
+        return sum(half) / sum(flops.values()) if flops else 0.0
 
     @property
     def opaque(self) -> tuple[Row, ...]:

@@ -181,11 +181,8 @@ class NumericsReport(Report):
 
     def by_module(self, field: str) -> Section:
         """The section of `activations`, `gradients` or `parameters`."""
-        title = {
-            "activations": "Activations by module",
-            "gradients": "Gradients of activations by module",
-            "parameters": "Gradients of parameters",
-        }[field]
+        names = {"activations": "Activations by module", "gradients": "Gradients of activations by module"}
+        title = names.get(field, "Gradients of parameters")
         at_scale = "" if field == "activations" else f"At loss scale {_scale(self.loss_scale)}."
         columns = "parameter" if field == "parameters" else "module"
         columns += "|in|>max|>min nonzero|>zeros|>flushed|>overflowed"

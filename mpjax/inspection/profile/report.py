@@ -127,9 +127,7 @@ class ProfileReport(Report):
     @property
     def tensor_core_share(self) -> float | None:
         """The share of kernel time in kernels that use Tensor Cores; None without an NVIDIA GPU."""
-        if not self.gpu:
-            return None
-        return self._part(kernel for kernel in self.kernels if kernel.tensor_cores)
+        return self._part(kernel for kernel in self.kernels if kernel.tensor_cores) if self.gpu else None
 
     @property
     def modules(self) -> dict[str, tuple[float, float]]:

@@ -105,9 +105,8 @@ class WatchRecord:
             )
             for row in sorted(self.modules, key=lambda row: (-row.nonfinite, -row.flushed, -row.amax))[:_SHOWN]
         ]
-        columns = "module|pass|>amax|>flushed|>zeros|>inf/NaN"
-        unseen = [f"not inspected: {place}" for place in self.unseen]
-        return "\n".join([*Section("", "\n".join(lines), columns, rows).lines(), *unseen])
+        section = Section("", "\n".join(lines), "module|pass|>amax|>flushed|>zeros|>inf/NaN", rows)
+        return "\n".join([*section.lines(), *(f"not inspected: {place}" for place in self.unseen)])
 
 
 @jax.tree_util.register_dataclass
