@@ -3,7 +3,8 @@
 Each cell is measured in its own process, so that its peak memory on a GPU is separate. Results are written at once, so
 the same command continues an interrupted run. `--toy` runs tiny models on a CPU, one process for each model, to show
 that everything works; its times mean nothing. `--dry-run` compiles every cell at full size for `--target`, without
-arrays and without the device, with JAX's CUDA plugin or libtpu; without them it only lowers the cells.
+arrays and without the device, with JAX's CUDA plugin or libtpu; without them it only lowers the cells. It keeps the
+rows of programs that have not changed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from perf.environment import versions
 
 from .cells import Cell, Results
 from .configurations import CONFIGURATIONS, PLANNED
-from .dry_run import dry_run, is_known
+from .dry_run import dry_run
 from .flops import flops_per_example
 from .tables import dry_run_table, table
 from .target import TARGETS
@@ -38,9 +39,12 @@ QUICK_MODELS = ("resnet50", "bert_base_128", "gpt2_medium", "lstm_lm")
 QUICK = ("float32", "tf32", "flax_float16", "autocast_float16", "with_policy_float16")
 VARIED = ("flax_bfloat16", "autocast_bfloat16")
 # Compiled for TPUs. "tf32" is JAX's default precision, one bfloat16 pass there.
-ON_TPU = ("resnet50", "bert_base_128", "vit_b16", "gpt2_medium", "deep_speech_2", "lstm_lm")
-ON_TPU_CELLS = ("tf32", "flax_bfloat16", "autocast_bfloat16", "autocast_bfloat16_full", "with_policy_bfloat16")
-ON_TPU_FORMS = {"gpt2_medium": ("scan", "scan_remat"), "lstm_lm": ("no_loop",)}
+ON_TPU = ("bert_base_128", "vit_b16", "gpt2_medium", "lstm_lm", "resnet50", "deep_speech_2")
+ON_TPU_CELLS = ("tf32", "flax_bfloat16", "autocast_bfloat16")
+_LAYERS = ("scan", "scan_remat")
+ON_TPU_FORMS = {"bert_base_128": _LAYERS, "vit_b16": _LAYERS, "gpt2_medium": _LAYERS, "lstm_lm": ("no_loop",)}
+ON_TPU_WAYS = ("with_policy_bfloat16", *(name for name, made in PLANNED.items() if made.state))
+WITH_WAYS = ("gpt2_medium", "bert_base_128")
 
 
 def selected_cells(args: argparse.Namespace) -> list[Cell]:
@@ -59,13 +63,11 @@ def selected_cells(args: argparse.Namespace) -> list[Cell]:
 
 
 def tpu_cells(models: Iterable[str]) -> list[Cell]:
-    """The cells of each form of each model; GPT's first form also has the lean states."""
-    cells: list[Cell] = []
-    for model in models:
-        lean = [name for name in PLANNED if name not in ON_TPU_CELLS] if model == "gpt2_medium" else []
-        cells += [Cell.parse(model, name) for name in (*ON_TPU_CELLS, *lean)]
-        cells += [Cell(model, name, form) for form in ON_TPU_FORMS.get(model, ()) for name in ON_TPU_CELLS[:-1]]
-    return cells
+    """The cells of each model, then those of its other forms, then those of other ways to get half precision."""
+    models = tuple(models)
+    cells = [Cell(model, name) for model in models for name in ON_TPU_CELLS]
+    cells += [Cell(model, n, form) for model in models for form in ON_TPU_FORMS.get(model, ()) for n in ON_TPU_CELLS]
+    return cells + [Cell(model, name) for model in WITH_WAYS if model in models for name in ON_TPU_WAYS]
 
 
 def distinct_toys(models: tuple[str, ...]) -> tuple[str, ...]:
@@ -186,12 +188,12 @@ def dry_run_cells(cells: list[Cell], args: argparse.Namespace) -> None:
         **target.versions(),
     }
 
-    for cell in [cell for cell in cells if args.again or not is_known(results.row(cell), target, device)]:
+    for cell in cells:
         if args.time_limit and time.monotonic() - args.started > args.time_limit:
             print(f"time limit reached before {cell.model} {cell.name}", file=sys.stderr)
             break
         try:
-            row = dry_run(cell, args.toy, target, device)
+            row = dry_run(cell, args.toy, target, device, {} if args.again else results.row(cell))
         except Exception as error:  # a cell's error is its result
             row = {"error": shortened(error)}
         results.replace(cell, row)

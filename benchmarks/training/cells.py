@@ -76,7 +76,9 @@ class Results:
         self.write()
 
     def replace(self, cell: Cell, row: dict[str, Any]) -> None:
-        """Replaces the row of a cell."""
+        """Replaces the row of a cell; keeps those that another process has written since."""
+        if self.path.exists():
+            self.content["results"] = json.loads(self.path.read_text())["results"]
         self.content["results"].setdefault(cell.model, {})[cell.name] = row
         self.write()
 

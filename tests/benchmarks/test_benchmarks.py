@@ -83,14 +83,21 @@ def test_a_step_is_compiled_for_an_absent_device(name, half):
     assert found["planned_bytes"] >= found["arguments_bytes"]
 
 
-def test_only_lowered_cells_are_unknown_if_they_can_be_compiled():
-    lowered = {"versions": versions(), "matmuls": 12}
-    compiled = lowered | {"planned_bytes": 100}
-    target, device = TARGETS["h200"], jax.devices()[0]
-    assert is_known(lowered, target, None)
-    assert not is_known(lowered, target, device)
-    assert is_known(compiled, target, device)
-    assert not is_known(compiled | {"versions": {**versions(), "jax": "0.4.1"}}, target, device)
+def test_rows_of_the_same_program_and_versions_are_kept():
+    lowered = {"program": "a", "versions": versions(), "matmuls": 12}
+    compiled, device = lowered | {"planned_bytes": 100}, jax.devices()[0]
+    assert is_known(lowered, lowered, None)
+    assert not is_known(lowered, lowered, device)  # It can be compiled.
+    assert is_known(compiled, lowered, device)
+    assert not is_known(compiled | {"versions": {**versions(), "jax": "0.4.1"}}, lowered, device)
+    assert not is_known(compiled | {"program": "b"}, lowered, device)
+
+
+def test_a_dry_run_returns_the_known_row_of_its_program():
+    cell, target = Cell.parse("ncf", "autocast_float16"), TARGETS["h200"]
+    row = dry_run(cell, True, target, None) | {"planned_bytes": 100}
+    assert dry_run(cell, True, target, None, row) == row
+    assert "planned_bytes" not in dry_run(Cell.parse("ncf", "tf32"), True, target, None, row)
 
 
 def test_kernels_move_only_the_bytes_they_need():
