@@ -94,12 +94,12 @@ def matmul(
 
 
 def half_move(primitive: Any, params: dict[str, Any], operands: Sequence[Any], half: np.dtype) -> tuple[Any, Any]:
-    """Moves a parameter in half, and its gradient back in float32.
+    """Moves a parameter or an activation in half; the derivative is a sum, in float32.
 
     Args:
         primitive: `all_gather` or another primitive that sends elements, or `gather`.
         params: Its parameters.
-        operands: The parameter, float32, and the indices, if any.
+        operands: The parameter, float32, or the activation, half, and the indices, if any.
         half: The half dtype.
 
     Returns:
@@ -107,11 +107,11 @@ def half_move(primitive: Any, params: dict[str, Any], operands: Sequence[Any], h
     """
 
     def move(x: Any, *indices: Any) -> tuple[Any, Any]:
-        low = primitive.bind(staging.cast(x, half), *indices, **params)
-        return low, lax.convert_element_type(low, x.dtype)
+        low = primitive.bind(x if x.dtype == half else staging.cast(x, half), *indices, **params)
+        return low, lax.convert_element_type(low, np.float32)
 
     def move_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        full = primitive.bind(tangents[0], *primals[1:], **params)
+        full = primitive.bind(lax.convert_element_type(tangents[0], np.float32), *primals[1:], **params)
         return move(*primals), (lax.convert_element_type(full, half), full)
 
     fun = jax.custom_jvp(move)

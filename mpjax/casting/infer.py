@@ -394,15 +394,16 @@ def _wide(inference: Inference, eqn: Any, listing: Listing) -> Step:
     level = max(levels, default=Level.COMPUTED)
     if level == Level.INPUT:
         level = Level.COMPUTED
-    if level == Level.PINNED:
+    pinned = level == Level.PINNED
+    if pinned:
         level = Level.FLOAT
     operand = eqn.invars[0]
     if primitive(eqn.primitive.name).replicates and level == Level.COMPUTED and inference.only_half(eqn):
         return _replicate(inference, eqn, listing)
     if _repeats(eqn) and level == Level.COMPUTED and inference.only_half(eqn):
-        step = _half_move(inference, eqn, listing, "looks up half rows; sums their gradients in float32")
-        step.outs = (Inferred(Level.HALF, HALF),)
-        return step
+        return _half_lookup(inference, eqn, listing, FULL)
+    if eqn.primitive.name == "gather" and level >= Level.HALF and not pinned and inference.only_half(eqn):
+        return _half_lookup(inference, eqn, listing, HALF)
     exact = isinstance(operand, compat.Literal) and exact_in_half(operand, inference.setting.half)
     if exact and inference.only_half(eqn):
         return inference.in_half(eqn, listing, level, "a constant that half represents exactly")
@@ -423,6 +424,14 @@ def _half_move(inference: Inference, eqn: Any, listing: Listing, why: str) -> St
     step = inference.in_float32(eqn, listing, Level.COMPUTED, why)
     step.half_move, inference.unchanged = True, False
     return step
+
+
+def _half_lookup(inference: Inference, eqn: Any, listing: Listing, storage: Storage) -> Step:
+    """Looks up rows of a parameter, or of an activation in half."""
+    reads = tuple(inference.read(v, storage) for v in eqn.invars)
+    inference.unchanged = False
+    outs, why = (Inferred(Level.HALF, HALF),), "looks up half rows; sums their gradients in float32"
+    return Step(eqn, Action.BIND, reads, outs, why, listing, half_move=True)
 
 
 def _repeats(eqn: Any) -> bool:

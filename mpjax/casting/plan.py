@@ -42,7 +42,7 @@ class Step:
         parameters: Indices of the operands of a matmul that are parameters. The backward pass reads them in float32,
             so that no half copy is stored.
         wide_gradients: Whether the matmul writes their gradients in float32.
-        half_move: Whether a parameter is cast, then moved (sent or looked up), and its gradient moved back in float32.
+        half_move: Whether a value is moved (sent or looked up) in half, and its gradient moved back in float32.
         float8: Whether a matmul runs in float8, and why not.
         inner: For a higher-order primitive, the data that its rule needs to issue it again; it has `plans`.
         all_reads: The values that it reads, each with its storage dtype.

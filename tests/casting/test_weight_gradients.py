@@ -193,6 +193,21 @@ def test_rows_looked_up_often_come_from_a_half_table(rows, dtype):
     assert ("scatter-add", "bfloat16") not in found
 
 
+def test_positions_looked_up_in_a_half_activation_are_read_in_half():
+    # The derivative is a sum in float32 of what is then a cotangent in half.
+    def loss(w, x, index):
+        return jnp.mean(jnp.take_along_axis(jnp.tanh(x @ w), index[..., None], axis=1) @ w)
+
+    x, index = jnp.ones((4, 16, 8)), jnp.zeros((4, 3), int)
+    cast = mpjax.autocast(loss, "mixed_bfloat16")
+    eqns = [each.eqn for each in measures.equations(jax.make_jaxpr(jax.grad(cast))(W, x, index))]
+    assert {v.aval.dtype.name for eqn in eqns if eqn.primitive.name == "gather" for v in eqn.outvars} == {"bfloat16"}
+    assert {v.aval.dtype.name for eqn in eqns if eqn.primitive.name == "scatter-add" for v in eqn.outvars} == {
+        "float32"
+    }
+    assert measures.relative_error(jax.grad(cast)(W, x, index), jax.grad(loss)(W, x, index)) < 0.02
+
+
 @pytest.mark.parametrize("vmapped", [False, True])
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_a_lookup_in_half_has_the_right_derivatives(half, vmapped):
