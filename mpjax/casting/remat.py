@@ -364,10 +364,20 @@ class _Window:
         """Adds the step after the region."""
         self._outputs.update(step.eqn.outvars)
         for v, storage in step.all_reads:
-            if v not in self._outputs and v not in self.ins:
-                self.ins[v] = storage if storage == TRACED else self.stretches.values[v].storage
-                self._add([(v, self.ins[v])])
+            if v not in self._outputs:
+                self._read(v, storage)
         self._remove(saved)
+
+    def _read(self, v: Any, storage: Storage) -> None:
+        """Makes a value an input, in half if it is stored in half or all steps read it in half."""
+        known = self.ins.get(v)
+        if storage != TRACED and (storage == FULL or self.stretches.is_input_value(v)):
+            storage = self.stretches.values[v].storage
+        if known is None or (known, storage) == (HALF, FULL):
+            if known is not None:
+                self._remove([(v, known)])
+            self.ins[v] = storage
+            self._add([(v, storage)])
 
     def _add(self, reads: Sequence[Read]) -> None:
         for read in reads:
