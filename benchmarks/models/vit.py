@@ -61,7 +61,7 @@ class Vit(Workload):
         "layers": 2,
         "heads": 2,
     }
-    shallow_sizes: ClassVar[dict[str, Any]] = {"batch_size": 32, "layers": 1}
+    shallow_sizes: ClassVar[dict[str, Any]] = {"layers": 1}
 
     def batch(self, key: jax.Array) -> Batch:
         images, labels = jax.random.split(key)
