@@ -408,7 +408,7 @@ def _cpu_seconds() -> float:
 
 def _said(stderr: str) -> list[str]:
     """The lines that the launcher printed: those of its blocks."""
-    return [line.replace(tempfile.gettempdir(), "") for line in re.findall(r"(?m)^mpjax run: .*(?:\n  +\S.*)*", stderr)]
+    return [line.replace(tempfile.gettempdir(), "") for line in re.findall(r"mpjax run: .*(?:\n  +\S.*)*", stderr)]
 
 
 def _copy(path: pathlib.Path, sizes: tuple[tuple[str, str], ...], seed: int, folder: pathlib.Path) -> pathlib.Path:
