@@ -15,8 +15,8 @@ import numpy as np
 
 MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 FLOAT8 = {np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)}
-# What a tensor core multiplies faster than float32.
-HALF = {np.dtype(jnp.float16), np.dtype(jnp.bfloat16), *FLOAT8}
+HALF = {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}
+NARROW = HALF | FLOAT8
 # Operations that must not run in half, and why. The table omits tanh, logistic and erf, which are bounded activations;
 # integer_pow, which is repeated multiplication; reduce_max and argmax, which are exact; and select_and_scatter_add, the
 # gradient of max-pooling, which adds only a few overlapping windows.
@@ -119,7 +119,7 @@ def half_share_of(jaxpr: Any) -> float:
     found = matmuls_of(jaxpr)
     assert found, "the program has no matmul or convolution, so the share is undefined"
     total = sum(e.flops for e in found)
-    return sum(e.flops for e in found if set(e.in_dtypes) <= HALF) / total
+    return sum(e.flops for e in found if set(e.in_dtypes) <= NARROW) / total
 
 
 def risky_in_half(fun: Any, *args: Any) -> list[Equation]:
@@ -129,7 +129,8 @@ def risky_in_half(fun: Any, *args: Any) -> list[Equation]:
 
 def risky_of(jaxpr: Any) -> list[Equation]:
     """`risky_in_half` of a jaxpr."""
-    return [e for e in equations(jaxpr) if e.name in RISKY and HALF & set(e.in_dtypes) and not _sums_single_elements(e)]
+    risky = (e for e in equations(jaxpr) if e.name in RISKY and NARROW & set(e.in_dtypes))
+    return [e for e in risky if not _sums_single_elements(e)]
 
 
 def _sums_single_elements(equation: Equation) -> bool:
