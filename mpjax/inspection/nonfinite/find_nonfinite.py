@@ -246,7 +246,8 @@ def _examined(
         operands32=tuple(map(float, there["operands"])) if reached else (),
         local=float(here["float32"]),
         float32=value,
-        backward=place.phase == BACKWARD or derivative,
+        # What is recomputed was finite in the forward pass, so this is part of a derivative.
+        backward=place.phase != FORWARD or derivative,
         derivative=derivative,
         of_sqrt=_is_derivative_of_sqrt(block, place),
         float8=out.dtype.name if out.dtype.name.startswith("float8") else "",

@@ -121,11 +121,11 @@ def finite_but(probe: Probe, fault: Provenance | None, alike: Collection[int]) -
 def _with_finite_elements(probe: Probe, x: Any, hit: Any, low: Any, high: Any) -> Any:
     if not is_inexact(x):
         return x
-    numpy: Any = jnp
-    if in_host_memory(x):
-        numpy, x = np, np.asarray(x)
-    position = numpy.arange(x.size, dtype=np.int32).reshape(x.shape) + probe.device(x) * x.size
+    position = np.arange(x.size, dtype=np.int32).reshape(x.shape) + probe.device(x) * x.size
     kept = hit & (position >= low) & (position < high)
+    numpy: Any = jnp
+    if in_host_memory(x) and not isinstance(kept, jax.core.Tracer):
+        numpy, x = np, np.asarray(x)
     return numpy.where(~kept & ~numpy.isfinite(x), numpy.ones((), x.dtype), x)
 
 
