@@ -274,6 +274,8 @@ def _runs(found: Iterator[Equation], plain: Traced) -> collections.Counter[Any]:
     runs: collections.Counter[Any] = collections.Counter()
     for e in found:
         floats = _floats(e.eqn.invars)
+        if e.name == "gather" and e.eqn.params["unique_indices"]:  # a slice under vmap
+            continue
         if e.times and (floats or _floats(e.eqn.outvars)) and e.name in known and not inner_jaxprs(e.eqn):
             runs[_sum_name(e.name), tuple(sorted(set(floats)))] += e.times
     return runs
