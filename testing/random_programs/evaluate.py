@@ -341,10 +341,12 @@ def _expanded(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replica
     """A primitive that JAX replaces by others when it lowers a program (`custom_root` since JAX 0.12)."""
     avals = tuple(v.aval for v in eqn.invars)
     try:
-        expansion = _traced(eqn.primitive, tuple(eqn.params.items()), avals)
-    except jax.errors.UnexpectedTracerError as error:  # A derivative rule inside closes over the program, which ended.
+        return machine.run_closed(_traced(eqn.primitive, tuple(eqn.params.items()), avals), args)
+    except (jax.errors.UnexpectedTracerError, jax.errors.TracerArrayConversionError) as error:
+        # A derivative rule inside closes over the program, which ended.
         raise Unsupported("a rule that closes over its program") from error
-    return machine.run_closed(expansion, args)
+    except NameError as error:  # an axis of the `shard_map` around it
+        raise Unsupported("a primitive that JAX replaces, with a named axis") from error
 
 
 @functools.lru_cache(maxsize=256)
