@@ -347,6 +347,10 @@ def _expanded(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replica
         raise Unsupported("a rule that closes over its program") from error
     except NameError as error:  # an axis of the `shard_map` around it
         raise Unsupported("a primitive that JAX replaces, with a named axis") from error
+    except ValueError as error:
+        if "Linearization failed" not in str(error):
+            raise
+        raise Unsupported("a primitive that JAX fails to replace") from error
 
 
 @functools.lru_cache(maxsize=256)
