@@ -451,10 +451,13 @@ def _fails_in_jit(case: Case, subject: Subject, error: Exception) -> bool:
 def _raise_unless_jit_leaks(case: Case, subject: Subject, failure: Failure) -> None:
     """Raises a failure, unless `jax.jit` in autocast's place leaves a tracer in the program.
 
-    This happens if a derivative rule closes over a differentiated value: JAX then returns another gradient, or none.
+    This happens if a derivative rule closes over a value of a program whose trace has ended: JAX then returns another
+    gradient, or none. In reverse mode, it first removes what nothing reads, and such a rule with it. Autocast keeps
+    that in a loop's body, as forward mode does.
     """
-    if trace(TRANSFORMS[case.transform](case.program(), jax.jit), *subject.args).leaks:
-        raise Rejected("under jit, JAX leaves a tracer in the program") from failure
+    for transform in (case.transform, "jvp"):
+        if trace(TRANSFORMS[transform](case.program(), jax.jit), *subject.args).leaks:
+            raise Rejected("under jit, JAX leaves a tracer in the program") from failure
     raise failure
 
 

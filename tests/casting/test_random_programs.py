@@ -57,3 +57,25 @@ def test_matmuls_that_stay_float32_without_a_reason_are_caught(monkeypatch, plan
     plant(monkeypatch)
     with pytest.raises(Failure, match="float32 matmul"):
         check(Case(program + "\n", "value", "bfloat16", explicit=plant is _all_matmuls))
+
+
+def test_a_rule_in_a_loop_that_closes_over_another_program_is_rejected():
+    """JAX documents no such rule. In reverse mode, `jax.jit` removes this one, because nothing reads its result."""
+    program = """def program(w, x, b, s, n):
+    def step(row, y):
+        return row + y, halved_jvp(lambda row: (w @ b, row + s))(row)[1]
+    row, unread = lax.scan(step, b, x)
+    return row,
+"""
+    with pytest.raises(Rejected, match="under jit"):
+        check(Case(program, "grad", "bfloat16"))
+
+
+@pytest.mark.parametrize("transform", ["value", "outside_grad", "jvp"])
+def test_a_ragged_matmul_inside_auto_axes_is_evaluated(transform):
+    program = """def program(w, x, b, s, n):
+    def matmul(x, w):
+        return lax.ragged_dot(x, jnp.stack([w, w]), jnp.array([1, 1]))
+    return jax.sharding.auto_axes(matmul, out_sharding=P())(x, w),
+"""
+    assert check(Case(program, transform, "float16", explicit=True)) == "checked"
