@@ -9,8 +9,7 @@ depend on the tool. A run merges its results into the file program by program, s
 
     python -m benchmarks.casting --regions --programs linen_transformer --compilations 5
 
-`benchmarks/sinkhorn_program.py` adds a program of nested jits and derivative rules to the zoo. Flax's DynamicScale
-casts nothing, and Keras 3 accepts only its own models, so they have no row.
+Flax's DynamicScale casts nothing, and Keras 3 accepts only its own models, so they have no row.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import jax
 import jmp
 
 import mpjax
-from benchmarks import commands, sinkhorn_program
+from benchmarks import commands
 from perf.results import previous
 from perf.timing import interleaved, ratios
 from testing.measures import trace_time_ratio
@@ -38,8 +37,6 @@ from testing.zoo import REGISTRY, Program, harness
 
 Row = dict[str, Any]
 WITHOUT_REGIONS = mpjax.Rules(residuals="full")
-
-sinkhorn_program.register()
 
 
 def with_jmp(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:

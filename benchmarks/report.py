@@ -1,8 +1,7 @@
 """All results on one page, with plots: `python -m benchmarks.report` writes `benchmarks/results/README.md`.
 
 A suite is a JSON file with its environment and a Markdown table beside it. Results of versions of mpjax or JAX
-other than the installed ones are marked as stale. The page leads with measurements; plans without a device and toy runs
-follow.
+other than the installed ones are marked as stale. The page leads with measurements; plans without a device follow.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ TITLES = {
     "fused_attention_cpu": "Fused attention compiled for an H200 without a GPU",
     "float8_h200_cpu": "Float8 steps compiled for an H200 without a GPU",
     "parity_float8_cpu": "Parity: float8 against float32",
-    "training_cpu_toy": "Training steps at toy size on a CPU",
 }
 PLOTTED = ("tf32", "flax_float16", "autocast_float16", "with_policy_float16")
 

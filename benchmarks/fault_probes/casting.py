@@ -13,7 +13,7 @@ import jmp
 import numpy as np
 
 import mpjax
-from testing.measures import equations, half_share
+from testing.measures import half_share
 
 from .fault import Fault, Probe
 
@@ -46,46 +46,9 @@ CASTERS: dict[str, Callable[[Function], Function]] = {
 }
 
 
-@jax.custom_jvp
-def _custom(w: jax.Array, x: jax.Array) -> jax.Array:
-    return x @ w
-
-
-@_custom.defjvp
-def _custom_rule(primals: Any, tangents: Any) -> Any:
-    (w, x), (dw, dx) = primals, tangents
-    return x @ w, dx @ w + x @ dw
-
-
-# Each is a matmul inside a higher-order primitive.
-NESTED_MATMULS: dict[str, Function] = {
-    "jit": lambda w, x: jax.jit(jnp.matmul)(x, w),
-    "scan": lambda w, x: jax.lax.scan(lambda y, _: (y @ w, None), x, None, length=2)[0],
-    "cond": lambda w, x: jax.lax.cond(x.sum() > 0, lambda: x @ w, lambda: w @ x),
-    "remat": lambda w, x: jax.checkpoint(jnp.matmul)(x, w),
-    "a custom derivative": _custom,
-}
-
-
 def over_casters(probe: Callable[[Callable[[Function], Function]], bool]) -> dict[str, Probe]:
     """The probe for every tool that casts a function."""
     return {name: functools.partial(probe, caster) for name, caster in CASTERS.items()}
-
-
-def left_in_float32(kind: str, caster: Callable[[Function], Function]) -> bool:
-    return half_share(caster(NESTED_MATMULS[kind]), W, W) < 1
-
-
-def products_run_in_float32(caster: Callable[[Function], Function]) -> bool:
-    """Between two matmuls: a product of their results, and a sum with a quotient."""
-
-    def fun(w: jax.Array, x: jax.Array) -> jax.Array:
-        y, z = x @ w, w @ x
-        return (y * z + y / (2 + z)) @ w
-
-    found = [e for e in equations(jax.make_jaxpr(caster(fun))(W, W)) if e.name in ("mul", "add")]
-    assert len(found) >= 3, "the program has a product and two sums"
-    return any(np.dtype("float32") in e.in_dtypes for e in found)
 
 
 def does_not_run(caster: Callable[[Function], Function]) -> bool:
@@ -140,11 +103,6 @@ def keras_promotes() -> bool:
 
 FAULTS = [
     Fault("does not run on this JAX", over_casters(does_not_run)),
-    *(
-        Fault(f"a matmul inside {kind} stays in float32", over_casters(functools.partial(left_in_float32, kind)))
-        for kind in NESTED_MATMULS
-    ),
-    Fault("products run in float32, or quotients put what follows into it", over_casters(products_run_in_float32)),
     Fault(
         "a norm with float32 parameters puts what follows back into float32",
         {

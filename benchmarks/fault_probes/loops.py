@@ -18,7 +18,6 @@ from flax.linen import fp8_ops
 from jax.sharding import AxisType, PartitionSpec
 
 import mpjax
-from benchmarks.loss_scaling import total_units
 from benchmarks.loss_scaling_forms import forms
 from testing import cheap_keys
 
@@ -33,11 +32,6 @@ FORMS = {
     "jmp": "jmp",
     "mixed-precision-for-JAX": "mixed-precision-for-JAX",
 }
-
-
-# Before JAX 0.12, XLA gathers an array with a layout constraint on every device, so mpjax sets none where there are
-# several. The update then holds the gradients also in the transposed layout that a matmul gave them: 1 unit.
-KEEPS_LAYOUTS = jax.__version_info__ >= (0, 12) or jax.device_count() == 1
 
 
 def over_forms(probe: Callable[[str], bool]) -> dict[str, Probe]:
@@ -155,23 +149,10 @@ def equinox_fails(scaler: Scaler) -> bool:
     return does_not_run(lambda: step(model))
 
 
-def sam_fails(form: str) -> bool:
-    """An inner transformation that takes no `value`."""
-    sam = optax.contrib.sam(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)))
-    found = forms(sam, lambda w, x, y: jnp.mean((x @ w - y) ** 2))[form]
-    w = jnp.ones((2, 1))
-    return does_not_run(jax.jit(lambda: found.step(w, found.init(w), X, jnp.ones((4, 1)))))
-
-
 def signature_is_lost(function: Callable[..., Any]) -> bool:
     """Whether a type checker learns nothing of the arguments of the function that it returns."""
     signatures = typing.get_overloads(function) or [function]
     return all("Callable[..., " in str(s.__annotations__.get("return", "Callable[..., ")) for s in signatures)
-
-
-def memory_is_wasted(form: str, limit: float, donate: bool) -> bool:
-    """Whether a step of Adam with small matmuls takes more than `limit` units of its float32 parameters."""
-    return total_units(form, donate=donate) > limit
 
 
 FAULTS = [
@@ -184,7 +165,6 @@ FAULTS = [
         "Equinox models with static leaves can not be differentiated",
         {name: functools.partial(equinox_fails, make()) for name, make in SCALERS.items() if name != "jmp"},
     ),
-    Fault("inner transformations that take no extra arguments fail (optax.contrib.sam)", over_forms(sam_fails)),
     Fault(
         "type checkers lose the arguments of the function that it returns",
         {
@@ -192,11 +172,6 @@ FAULTS = [
             "Flax": lambda: _flax_signature_is_lost(),
             "mixed-precision-for-JAX": lambda: _mpx_signature_is_lost(),
         },
-    ),
-    Fault(
-        "a step that is not donated needs more than the gradients beside Adam's 6 units of memory (before JAX 0.12 "
-        "with several devices: more than the gradients in two layouts)",
-        over_forms(functools.partial(memory_is_wasted, limit=7.4 if KEEPS_LAYOUTS else 8.1, donate=False)),
     ),
 ]
 

@@ -30,21 +30,6 @@ def _warns(fun: Callable[[], Any]) -> bool:
     return any("dtype" in str(warning.message) for warning in caught)
 
 
-class _EncoderDecoder(nn.Module):
-    dtype: Any = None
-
-    def setup(self) -> None:
-        self.encoder, self.decoder = nn.Dense(8, dtype=self.dtype), nn.Dense(8, dtype=self.dtype)
-
-    def __call__(self, x: Any) -> Any:
-        return self.decoder(self.encoder(x))
-
-
-def _submodule_is_float32(model: nn.Module) -> bool:
-    variables = jax.eval_shape(model.init, KEY, X)
-    return half_share(nn.apply(lambda m, x: m.decoder(x), model), variables, X) == 0
-
-
 class _LaterLayer(nnx.Module):
     def __init__(self, dtype: Any = None) -> None:
         self.layers = nnx.List([nnx.Linear(8, 8, dtype=dtype, rngs=nnx.Rngs(0))])
@@ -105,42 +90,7 @@ def keras_is_silent_about_explicit_dtypes() -> bool:
         keras.mixed_precision.set_dtype_policy(before)
 
 
-class _Doubled(nnx.Param):
-    def get_value(self, **kwargs: Any) -> Any:
-        return super().get_value(**kwargs) * 2
-
-
-class _UsesDoubled(nnx.Module):
-    def __init__(self) -> None:
-        self.w = _Doubled(jnp.ones((8, 8)))
-
-    def __call__(self, x: Any) -> Any:
-        return x @ self.w[...]
-
-
-def _transforms_twice(cast: Callable[[Any], Any]) -> bool:
-    return bool((nnx.jit(lambda: cast(_UsesDoubled())(X) != _UsesDoubled()(X))()).any())
-
-
-def _fails_under_strict_promotion(model: nn.Module) -> bool:
-    with jax.numpy_dtype_promotion("strict"):
-        try:
-            jax.eval_shape(model.init, KEY, X)
-        except jax.errors.JAXTypeError:
-            return True
-        except Exception as error:
-            return "promotion" in str(error)
-    return False
-
-
 FAULTS = [
-    Fault(
-        "a submodule called on its own loses the half dtype",
-        {
-            "mpjax": lambda: _submodule_is_float32(mpjax.with_policy(_EncoderDecoder(), "mixed_float16")),
-            "Flax": lambda: _submodule_is_float32(_EncoderDecoder(dtype=jnp.float16)),
-        },
-    ),
     Fault(
         "a layer added to a half model computes in float32",
         {
@@ -156,19 +106,5 @@ FAULTS = [
         "a layer's explicit float32 dtype keeps it out of the policy without a word",
         over_casters(is_silent_about_explicit_dtypes)
         | {"mpjax": mpjax_is_silent_about_explicit_dtypes, "Keras 3": keras_is_silent_about_explicit_dtypes},
-    ),
-    Fault(
-        "a variable that computes what it returns is transformed twice",
-        {
-            "mpjax": lambda: _transforms_twice(lambda model: mpjax.with_policy(model, "mixed_float16")),
-            "jmp": lambda: _transforms_twice(jmp.get_policy("params=float16,compute=float16").cast_to_param),
-        },
-    ),
-    Fault(
-        "the bias add of a half layer fails under strict dtype promotion",
-        {
-            "mpjax": lambda: _fails_under_strict_promotion(mpjax.with_policy(nn.Dense(4), "mixed_float16")),
-            "Flax": lambda: _fails_under_strict_promotion(nn.Dense(4, dtype=jnp.float16)),
-        },
     ),
 ]

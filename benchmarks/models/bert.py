@@ -66,15 +66,6 @@ class Bert(Workload):
     fused: Any = None
     model = BertForPreTraining
     arguments = ("tokens", "segments", "lengths", "positions")
-    toy_sizes: ClassVar[dict[str, Any]] = {
-        "batch_size": 2,
-        "length": 16,
-        "masked": 4,
-        "features": 32,
-        "layers": 2,
-        "heads": 2,
-        "vocabulary": 64,
-    }
     shallow_sizes: ClassVar[dict[str, Any]] = {"layers": 1, "vocabulary": 2560}
 
     def batch(self, key: jax.Array) -> Batch:

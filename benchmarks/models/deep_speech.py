@@ -56,15 +56,6 @@ class Speech(Workload):
     unroll: int = 1
     model = DeepSpeech2
     arguments = ("spectrograms",)
-    toy_sizes: ClassVar[dict[str, Any]] = {
-        "batch_size": 2,
-        "frames": 32,
-        "frequencies": 16,
-        "label_length": 4,
-        "features": 8,
-        "layers": 1,
-        "channels": 4,
-    }
     shallow_sizes: ClassVar[dict[str, Any]] = {"batch_size": 16, "frames": 200, "layers": 1}
 
     def batch(self, key: jax.Array) -> Batch:

@@ -55,14 +55,6 @@ class Gpt(TextWorkload):
     loop: bool = False
     fused: Any = None
     model = LanguageModel
-    toy_sizes: ClassVar[dict[str, Any]] = {
-        "batch_size": 2,
-        "length": 16,
-        "features": 32,
-        "layers": 2,
-        "heads": 2,
-        "vocabulary": 64,
-    }
     shallow_sizes: ClassVar[dict[str, Any]] = {"layers": 2, "vocabulary": 4096}
 
 

@@ -39,13 +39,6 @@ class Lstm(TextWorkload):
     vocabulary: int = 32768
     unroll: int = 1
     model = LstmLanguageModel
-    toy_sizes: ClassVar[dict[str, Any]] = {
-        "batch_size": 2,
-        "length": 8,
-        "features": 16,
-        "layers": 2,
-        "vocabulary": 64,
-    }
     shallow_sizes: ClassVar[dict[str, Any]] = {"length": 16, "layers": 1, "vocabulary": 8192}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -46,14 +46,6 @@ class Ncf(Workload):
     widths: tuple[int, ...] = (256, 256, 128, 64)
     model = NeuMF
     arguments = ("users", "items")
-    shallow_sizes: ClassVar[dict[str, Any]] = {}
-    toy_sizes: ClassVar[dict[str, Any]] = {
-        "batch_size": 64,
-        "users": 32,
-        "items": 16,
-        "factors": 8,
-        "widths": (16, 8),
-    }
 
     def batch(self, key: jax.Array) -> Batch:
         keys = jax.random.split(key, 3)

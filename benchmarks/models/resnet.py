@@ -27,13 +27,6 @@ class ResNet50(Workload):
     stages: tuple[int, ...] = (3, 4, 6, 3)
     width: int = 64
     arguments = ("images",)
-    toy_sizes: ClassVar[dict[str, Any]] = {
-        "batch_size": 2,
-        "side": 32,
-        "classes": 16,
-        "stages": (1, 1),
-        "width": 8,
-    }
     shallow_sizes: ClassVar[dict[str, Any]] = {"batch_size": 64, "stages": (1,)}
 
     def module(self, dtype: Any = None) -> ResNet:

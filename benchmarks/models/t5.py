@@ -130,16 +130,6 @@ class T5(Workload):
     fused: Any = None
     model = EncoderDecoder
     arguments = ("tokens", "target")
-    toy_sizes: ClassVar[dict[str, Any]] = {
-        "batch_size": 2,
-        "length": 16,
-        "target": 8,
-        "features": 32,
-        "hidden": 64,
-        "layers": 2,
-        "heads": 2,
-        "vocabulary": 64,
-    }
     shallow_sizes: ClassVar[dict[str, Any]] = {"layers": 2}
 
     def batch(self, key: jax.Array) -> Batch:

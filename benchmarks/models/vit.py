@@ -53,14 +53,6 @@ class Vit(Workload):
     fused: Any = None
     model = VisionTransformer
     arguments = ("images",)
-    toy_sizes: ClassVar[dict[str, Any]] = {
-        "batch_size": 2,
-        "side": 32,
-        "classes": 16,
-        "features": 32,
-        "layers": 2,
-        "heads": 2,
-    }
     shallow_sizes: ClassVar[dict[str, Any]] = {"layers": 1}
 
     def batch(self, key: jax.Array) -> Batch:

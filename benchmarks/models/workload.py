@@ -13,6 +13,30 @@ import optax
 
 Batch = dict[str, jax.Array]
 WORKLOADS: dict[str, Workload] = {}
+# The sizes of the toy models, by the names of a workload's fields.
+TOY_SIZES: dict[str, Any] = {
+    "batch_size": 2,
+    "layers": 2,
+    "stages": (1, 1),
+    "features": 32,
+    "hidden": 64,
+    "heads": 2,
+    "width": 8,
+    "widths": (16, 8),
+    "channels": 4,
+    "factors": 8,
+    "length": 16,
+    "target": 8,
+    "masked": 4,
+    "frames": 32,
+    "frequencies": 16,
+    "label_length": 4,
+    "side": 32,
+    "vocabulary": 64,
+    "classes": 16,
+    "users": 32,
+    "items": 16,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,8 +53,7 @@ class Workload(abc.ABC):
     batch_size: int
     model: ClassVar[type[nn.Module]]
     arguments: ClassVar[tuple[str, ...]]
-    toy_sizes: ClassVar[dict[str, Any]]
-    shallow_sizes: ClassVar[dict[str, Any]]
+    shallow_sizes: ClassVar[dict[str, Any]] = {}
 
     def module(self, dtype: Any = None) -> nn.Module:
         """The Flax model; with a dtype, its hand-written half precision form."""
@@ -55,7 +78,8 @@ class Workload(abc.ABC):
 
     def toy(self) -> Self:
         """The same model, so small that a step takes milliseconds on a CPU."""
-        return dataclasses.replace(self, **self.toy_sizes)
+        fields = [field.name for field in dataclasses.fields(self)]
+        return dataclasses.replace(self, **{name: size for name, size in TOY_SIZES.items() if name in fields})
 
     def shallow(self) -> Self:
         """The same model with fewer layers: its float32 form fits into one TPU chip, and compiles in a minute.
