@@ -605,6 +605,16 @@ def _round(eqn: Any, x: Array) -> Array:
     return np.trunc(x + np.copysign(0.5, x))
 
 
+def _reduce_precision(eqn: Any, x: Array) -> Array | None:
+    """The identity of a dtype that has no more bits than are kept; else left to JAX, which computes in float64.
+
+    `jax.checkpoint` reduces float16 to float16's own bits. In a wider dtype that would flush subnormal numbers.
+    """
+    info = jnp.finfo(eqn.invars[0].aval.dtype)
+    kept = eqn.params["exponent_bits"] >= info.nexp and eqn.params["mantissa_bits"] >= info.nmant
+    return x if kept else None
+
+
 def _squeeze(eqn: Any, x: Array) -> Array:
     return np.squeeze(x, tuple(eqn.params["dimensions"]))
 
@@ -725,6 +735,7 @@ _RULES.update(
         "select_n": _select_n,
         "integer_pow": _integer_pow,
         "round": _round,
+        "reduce_precision": _reduce_precision,
         "iota": _iota,
         "argmax": _argument(np.argmax),
         "argmin": _argument(np.argmin),

@@ -34,3 +34,13 @@ def test_gathers_and_scattered_sums_are_those_of_xla():
 
     for found, expected in zip(in_numpy(both)(X), jax.jit(both)(X), strict=True):
         np.testing.assert_allclose(found, np.asarray(expected, np.float64), rtol=1e-5, atol=1e-5)
+
+
+def test_a_reduction_to_a_dtypes_own_precision_keeps_subnormal_numbers():
+    def reduced(x):  # as `jax.checkpoint` writes it
+        return jax.lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)
+
+    for dtype, kept in ((np.float16, [3e-5, 1e-6, 1]), (np.float32, [0, 0, 1])):
+        x = np.array([3e-5, 1e-6, 1], dtype)
+        for out in (in_numpy(reduced)(x), jax.jit(reduced)(x)):
+            np.testing.assert_allclose(np.asarray(out, np.float64), kept, rtol=0.02)
