@@ -9,7 +9,8 @@ in [0, 1], is rounded stochastically to the code u below or above, so that the m
 
 Linearly spaced codes would flush most of Adam's second moment to zero, and an update divides by its root. A block of
 numbers >= 0, as in every second moment, is therefore stored as its root and has no code for zero. The sign of the
-scale distinguishes the two kinds of blocks. A block of zeros has the scale 0 and stays zero.
+scale distinguishes the two kinds of blocks. A block of zeros has the scale 0 and stays zero. A block with an infinity
+or a NaN has the scale NaN, and all of it becomes NaN: no state that has left float32's range looks like a number.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def block_scales(x: jax.Array, block_size: int) -> jax.Array:
     """The scale of each block, [*leading, blocks]: its largest magnitude, negative if all its numbers are >= 0.
 
     The scale of a nearly zero block is 0, because a quotient by a denormal scale could be infinite. The scale of a
-    block with an infinity or NaN is infinite or NaN.
+    block with an infinity or NaN is NaN.
     """
     rows = _rows(x, *_layout(x.shape, block_size))
     largest = jnp.max(jnp.abs(rows), -1)
@@ -77,8 +78,11 @@ def encode_with(scales: jax.Array, x: jax.Array, dtype: Any, bits: jax.Array) ->
     layout = scales.ndim - 1, scales.shape[-1]
     rows, draws = _rows(x, *layout), _rows(bits, *layout)
     largest, positive = jnp.abs(scales)[..., None], (scales < 0)[..., None]
-    inverse = jnp.where(largest > _TINY, np.float32(1) / jnp.maximum(largest, _TINY), np.float32(0))
-    share = jnp.abs(rows) * inverse
+    # The inverse of a scale above 2¹²⁶ is denormal, and 0 in XLA (so is a quotient, which XLA turns into a product).
+    unit = jnp.where(largest > 1, np.float32(2.0**-64), np.float32(1))
+    inverse = 1 / jnp.maximum(largest * unit, _TINY)
+    # The codes of a block without a scale, 0 or NaN, are zeros.
+    share = jnp.where(largest > _TINY, jnp.abs(rows) * unit * inverse, np.float32(0))
     lower, upper = form.neighbours(share, positive)
     low_value, high_value = form.share(lower, positive), form.share(upper, positive)
     draw = (draws >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)

@@ -87,6 +87,12 @@ def _bits(words: jax.Array, shape: tuple[int, ...]) -> Any:
     return x ^ (x >> np.uint32(14))
 
 
+def _power(x: jax.Array) -> jax.Array:
+    """The power of two at or below the size of each number."""
+    exponent = jax.lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0x7F800000)
+    return jax.lax.bitcast_convert_type(exponent, jnp.float32)
+
+
 def rounded_at_random(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
     """Up with the probability of the distance to the number below, in units of the spacing; the low bits decide.
 
@@ -94,8 +100,7 @@ def rounded_at_random(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
     """
     info = jnp.finfo(dtype)
     size = jnp.abs(x)
-    exponent = jax.lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0x7F800000)
-    power = jnp.maximum(jax.lax.bitcast_convert_type(exponent, jnp.float32), np.float32(info.tiny))
+    power = jnp.maximum(_power(x), np.float32(info.tiny))
     spacing = power * np.float32(2.0**-info.nmant)
     below = jnp.floor(size / spacing) * spacing
     share = size / spacing - below / spacing
@@ -171,9 +176,12 @@ def encoded(x: jax.Array, dtype: Any, size: int, bits: jax.Array) -> Blockwise:
     """Codes of the blocks, and their scales, which are negative for blocks without negative numbers."""
     rows, draws = _blocks(x, size), (_blocks(bits, size) >> np.uint32(8)).astype(jnp.float32) * np.float32(2.0**-24)
     largest = jnp.max(jnp.abs(rows), -1, keepdims=True)
-    stores = largest > np.float32(2.0**-120)
+    stores = (largest > np.float32(2.0**-120)) & jnp.isfinite(largest)
     positive = jnp.all(rows >= 0, -1, keepdims=True) & stores
-    share = jnp.where(stores, jnp.abs(rows) * (1 / jnp.where(stores, largest, 1)), 0)[..., None]
+    # The power of two only keeps the inverse of a large number in float32's range.
+    whole = jnp.where(stores, largest, 1)
+    power = _power(whole)
+    share = jnp.where(stores, jnp.abs(rows) / power * (1 / (whole / power)), 0)[..., None]
 
     def code(kind: bool) -> jax.Array:
         units, values = _codes(dtype, kind)
