@@ -10,6 +10,8 @@ import mpjax
 from mpjax import Rules
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS
 from testing import measures
+from testing.random_programs.evaluate import evaluate, in_numpy
+from testing.random_programs.evaluate import exact as float64
 
 pytestmark = pytest.mark.standard_promotion
 B, T, N, H = 2, 6, 2, 8
@@ -178,18 +180,18 @@ def autocast(loss, attention="xla", policy="mixed_bfloat16"):
     return mpjax.autocast(loss, policy, rules=Rules(attention=attention))
 
 
+def gradients(loss, args, attention="xla", policy="mixed_bfloat16", run=in_numpy):
+    """Of each seed. NumPy evaluates the rewritten program, a tenth of the time that XLA takes to compile it."""
+    return run(jax.vmap(jax.grad(autocast(loss, attention, policy))))(*args)
+
+
 def compiled(fun):
-    return jax.jit(jax.vmap(fun), compiler_options=COMPILER_OPTIONS)
-
-
-def gradients(loss, args, attention="xla", policy="mixed_bfloat16"):
-    return compiled(jax.grad(autocast(loss, attention, policy)))(*args)
+    return jax.jit(fun, compiler_options=COMPILER_OPTIONS)
 
 
 def exact(loss, args):
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), args)
-        return jax.tree.map(np.asarray, compiled(jax.grad(loss))(*wide))
+    """The gradients in float64."""
+    return evaluate(jax.make_jaxpr(jax.vmap(jax.grad(loss)))(*args), jax.tree.leaves(args), float64)
 
 
 def error(found, reference):
@@ -255,7 +257,7 @@ def test_the_gradient_of_a_learned_bias_is_as_exact_as_today():
 def test_float16_runs_on_a_cpu_and_is_as_exact_as_today():
     loss, args = loss_of(einsum), arguments()
     reference = exact(loss, args)
-    fused, today = (gradients(loss, args, attention, "mixed_float16") for attention in ("xla", "unfused"))
+    fused, today = (gradients(loss, args, attention, "mixed_float16", compiled) for attention in ("xla", "unfused"))
     assert error(fused, reference) <= 1.1 * error(today, reference)
 
 
@@ -450,7 +452,7 @@ def test_a_random_key_among_the_arguments():
 
     args = (*first(arguments(1)), jax.random.key(0))
     assert mpjax.explain(autocast(loss), *args).rows
-    assert jnp.isfinite(jax.grad(autocast(loss))(*args)[0]).all()
+    assert np.isfinite(in_numpy(jax.grad(autocast(loss)))(*args)[0]).all()
 
 
 def outer_mask(wrap):
@@ -496,9 +498,9 @@ def test_a_row_whose_every_key_is_masked_is_as_written(number):
     seen = jnp.ones((B, 1, T, T), bool).at[0, 0, 2].set(False)
     fused = mpjax.autocast(masked(number), "mixed_bfloat16", rules=Rules(attention="xla"))
     assert [row.op for row in mpjax.explain(fused, q, k, v, seen).rows][-1] == "fused_attention"
-    np.testing.assert_allclose(fused(q, k, v, seen), masked(number)(q, k, v, seen), atol=0.05)
-    gradient = jax.grad(lambda q: fused(q, k, v, seen)[1].sum())(q)
-    np.testing.assert_allclose(gradient, jax.grad(lambda q: masked(number)(q, k, v, seen)[1].sum())(q), atol=0.05)
+    for fun in (lambda f: f, lambda f: jax.grad(lambda *args: f(*args)[1].sum())):
+        found, expected = (in_numpy(fun(attention))(q, k, v, seen) for attention in (fused, masked(number)))
+        np.testing.assert_allclose(found, expected, atol=0.05)
 
 
 def test_under_shard_map():
@@ -514,8 +516,8 @@ def test_under_shard_map():
     assert [row.why for row in mpjax.explain(fused, q, k, v).rows if row.op == "fused_attention"] == [
         "xla: stores no scores, causal"
     ]
-    result, expected = jax.grad(fused)(q, k, v), jax.grad(loss)(q, k, v)
-    assert jnp.linalg.norm(result - expected) < 0.02 * jnp.linalg.norm(expected)
+    result, expected = (in_numpy(jax.grad(f))(q, k, v) for f in (fused, loss))
+    assert np.linalg.norm(result - expected) < 0.02 * np.linalg.norm(expected)
 
 
 def test_a_rule_that_closes_over_a_value_stays():
@@ -528,7 +530,9 @@ def test_a_rule_that_closes_over_a_value_stays():
         return scaled(loss_of(einsum)(params, x))
 
     args = first(arguments(1))
-    wrong, right = (jax.grad(autocast(f))(*args)[3] for f in (loss, lambda p, x: loss_of(einsum)(p, x) * x.sum() * 3))
+    wrong, right = (
+        in_numpy(jax.grad(autocast(f)))(*args)[3] for f in (loss, lambda p, x: loss_of(einsum)(p, x) * x.sum() * 3)
+    )
     np.testing.assert_allclose(wrong, right, rtol=1e-2, atol=1e-3)
 
 
@@ -551,8 +555,9 @@ def test_under_strict_promotion_attention_runs_as_written():
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("attention", ["xla", "unfused"])
-@pytest.mark.parametrize("form", ["einsum", "repeated_groups", "padding", "slopes"])
+@pytest.mark.parametrize(
+    ("form", "attention"), [("einsum", "unfused"), ("repeated_groups", "xla"), ("padding", "xla"), ("slopes", "xla")]
+)
 def test_split_batches_and_heads_stay_split(form, attention):
     """Batch and heads over a mesh: no queries, keys or values are gathered, in the gradient either."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

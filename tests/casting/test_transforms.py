@@ -1,4 +1,4 @@
-"""Transformations outside and inside, and derivative rules of every form: one small program each.
+"""Transformations and derivative rules that random programs do not draw: one small program each.
 
 NumPy evaluates the larger ones, because eager operations are compiled one by one.
 """
@@ -30,49 +30,6 @@ def close(found, expected, tolerance=5e-3):
     assert measures.relative_error(found, expected) < tolerance
 
 
-def test_forward_mode_and_linearize():
-    cast = mpjax.autocast(model)
-    tangents = (np.ones_like(W), np.ones_like(X))
-
-    def derivatives(fun):
-        return lambda w, x: (*jax.jvp(fun, (w, x), tangents), jax.linearize(fun, w, x)[1](*tangents))
-
-    close(in_numpy(derivatives(cast))(W, X), in_numpy(derivatives(model))(W, X))
-
-
-def test_second_derivatives():
-    def along(fun):
-        return in_numpy(jax.grad(lambda w: jnp.vdot(jax.grad(fun)(w, X), W)))(W)
-
-    close(along(mpjax.autocast(model)), along(model), 2e-2)
-
-
-def test_autocast_of_a_jvp_and_of_a_hessian_vector_product():
-    def product(w, x):
-        return jax.jvp(jax.grad(lambda w: model(w, x)), (w,), (jnp.ones_like(w),))[1]
-
-    cast = mpjax.autocast(product)
-    assert measures.half_share(lambda *args: cast(*args), W, X) == 1.0
-    close(in_numpy(cast)(W, X), in_numpy(product)(W, X), 2e-2)
-
-
-def test_collective_over_a_vmapped_axis():
-    def fun(w, x):
-        y = x @ w
-        return jnp.sum((y - lax.pmean(y, "batch")) @ w)
-
-    cast, plain = (in_numpy(jax.vmap(f, (None, 0), axis_name="batch")) for f in (mpjax.autocast(fun), fun))
-    batch = np.stack([X, 2 * X])
-    # The sums cancel to a hundredth of their terms.
-    close(cast(W, batch), plain(W, batch), 2e-2)
-
-
-def test_per_example_gradients():
-    cast, plain = (in_numpy(jax.vmap(jax.grad(f), (None, 0))) for f in (mpjax.autocast(model), model))
-    batch = np.stack([X, X + 1])
-    close(cast(W, batch), plain(W, batch))
-
-
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_custom_vjp_with_an_integer_a_missing_and_a_symbolic_cotangent(symbolic):
     @jax.custom_vjp
@@ -102,28 +59,23 @@ def test_custom_vjp_with_an_integer_a_missing_and_a_symbolic_cotangent(symbolic)
     assert measures.half_share(jax.grad(lambda *args: cast(*args)), W, X) == 1.0
 
 
-@pytest.mark.parametrize("symbolic", [False, True])
-def test_custom_jvp_with_an_integer_and_a_symbolic_tangent(symbolic):
+def test_custom_jvp_with_an_integer_and_a_symbolic_tangent():
+    constant = jnp.asarray(np.eye(8, dtype=np.float32))  # its tangent is known to be zero
+
     @jax.custom_jvp
     def layer(x, w, power):
         return x @ w * power
 
     def rule(primals, tangents):
         x, w, power = primals
-        dx, dw, _ = tangents
-        if symbolic:
-            assert type(dw) is jax.custom_derivatives.SymbolicZero
-            return layer(x, w, power), 5.0 * dx @ w
-        return layer(x, w, power), 5.0 * dx @ w + x @ dw
+        assert type(tangents[1]) is jax.custom_derivatives.SymbolicZero
+        return layer(x, w, power), 5.0 * tangents[0] @ w
 
-    layer.defjvp(rule, symbolic_zeros=symbolic)
+    layer.defjvp(rule, symbolic_zeros=True)
 
     def loss(w, x):
-        return jnp.sum(layer(x @ w, lax.stop_gradient(w) if symbolic else w, 3) @ w)
+        return jnp.sum(layer(x @ w, constant, 3) @ w)
 
-    if symbolic:  # a constant's tangent is known to be zero
-        constant = jnp.asarray(np.eye(8, dtype=np.float32))
-        loss = lambda w, x: jnp.sum(layer(x @ w, constant, 3) @ w)
     cast = mpjax.autocast(loss)
     close(in_numpy(jax.grad(cast))(W, X), in_numpy(jax.grad(loss))(W, X))
     assert measures.half_share(jax.grad(lambda *args: cast(*args)), W, X) == 1.0
@@ -144,73 +96,6 @@ def test_custom_jvp_called_with_python_scalars():
         close(jax.grad(fun)(X, W), in_numpy(jax.grad(loss))(X, W))
 
 
-def test_custom_vjp_that_closes_over_an_outer_value():
-    def loss(w, x):
-        scale = lax.stop_gradient(jnp.max(x))
-
-        @jax.custom_vjp
-        def scaled(x):
-            return x * scale
-
-        scaled.defvjp(lambda x: (x * scale, scale), lambda scale, ct: (ct * scale * 2,))
-        return jnp.sum(scaled(x @ w) @ w)
-
-    close(in_numpy(jax.grad(mpjax.autocast(loss)))(W, X), in_numpy(jax.grad(loss))(W, X))
-
-
-def test_rule_is_kept_under_vmap_remat_and_scan():
-    @jax.custom_vjp
-    def wrong(x):
-        return jnp.tanh(x)
-
-    wrong.defvjp(lambda x: (jnp.tanh(x), x), lambda x, ct: (7.0 * ct,))
-
-    def loss(w, x):
-        block = jax.checkpoint(lambda h, _: (wrong(h @ w), None))
-        return jnp.sum(jax.vmap(lambda x: lax.scan(block, x, None, length=2)[0])(x))
-
-    close(in_numpy(jax.grad(mpjax.autocast(loss)))(W, X), in_numpy(jax.grad(loss))(W, X))
-
-
-def test_while_loop_with_a_matmul_under_vmap():
-    def fun(w, x):
-        def turn(state):
-            n, x = state
-            return n + 1, jnp.tanh(x @ w)
-
-        return lax.while_loop(lambda state: (state[0] < 5) & (jnp.max(state[1]) > 0.1), turn, (0, x))
-
-    args, cast = (W, np.stack([X, 0.001 * X])), mpjax.autocast(fun, rules=mpjax.Rules(infer=["while"]))
-    found, expected = (in_numpy(jax.vmap(f, (None, 0)))(*args) for f in (cast, fun))
-    np.testing.assert_array_equal(found[0], expected[0])
-    close(found[1], expected[1])
-
-
-def test_branches_of_different_precision_agree():
-    def fun(flag, w, x):
-        y = x @ w
-        y = lax.cond(flag, lambda y: jax.nn.softmax(y), lambda y: jnp.abs(y), y)
-        return jnp.sum(lax.switch(2, [lambda y: y, jnp.exp, lambda y: y @ w], y) @ w)
-
-    for flag in (True, False):
-        args = np.array(flag), W, X
-        found, expected = (in_numpy(jax.value_and_grad(f, 1))(*args) for f in (mpjax.autocast(fun), fun))
-        close(found[0], expected[0])
-        close(found[1], expected[1])
-
-
-def test_vmapped_branch_and_reverse_scan():
-    def fun(flags, w, xs):
-        def turn(h, x):
-            return jax.vmap(lambda f, h: lax.cond(f, lambda h: h @ w, jnp.exp, h))(flags, jnp.tanh(h + x)), h
-
-        h, hs = lax.scan(turn, jnp.zeros((4, 8)), xs, reverse=True, unroll=2)
-        return jnp.sum(h) + jnp.sum(hs**2)
-
-    args = np.array([True, False, True, True]), W, np.stack([X, 2 * X, -X, X + 1])
-    close(in_numpy(jax.grad(mpjax.autocast(fun), 1))(*args), in_numpy(jax.grad(fun, 1))(*args), 1e-2)
-
-
 def test_donated_argument_of_an_eager_inner_jit_gives_no_wrong_number():
     layer = jax.jit(lambda w, x: x @ w, donate_argnums=1)
 
@@ -218,12 +103,6 @@ def test_donated_argument_of_an_eager_inner_jit_gives_no_wrong_number():
         return jnp.sum(layer(w, x * 1.0))
 
     close(mpjax.autocast(fun)(W, X), fun(W, X))
-
-
-def test_value_and_gradient_are_float32_for_each_dtype_of_half():
-    for policy in ("mixed_float16", "mixed_bfloat16"):
-        value, grads = jax.eval_shape(jax.value_and_grad(mpjax.autocast(model, policy)), W, X)
-        assert value.dtype == grads.dtype == jnp.float32
 
 
 def test_methods_partials_and_closures_over_tracers():
