@@ -223,6 +223,8 @@ def _check_half(case: Case, plain: TrainingProgram, scaled: TrainingProgram) -> 
     outcomes = []
     carry = scaled.start(as_typed)
     for batch in plain.batches:
+        first = _Comparing()
+        reference = _evaluated(plain, first, carry, batch)
         found = scaled.run(as_typed, carry, batch)
         if np.all(_skips(found[0]) > _skips(carry)):
             for part in (0, 2):
@@ -231,20 +233,26 @@ def _check_half(case: Case, plain: TrainingProgram, scaled: TrainingProgram) -> 
             outcomes.append("half: overflow")
         else:
             with np.errstate(invalid="ignore"):
-                outcomes.append(_check_half_step(case, plain, carry, batch, found[1]))
+                outcomes.append(_check_half_step(case, plain, carry, batch, found[1], reference, first.results))
         carry = found[0]  # each step is judged on its own
     return min(outcomes)  # the strongest
 
 
-def _check_half_step(case: Case, plain: TrainingProgram, carry: Any, batch: Any, found: Any) -> str:
-    half = mpjax.get_policy(case.policy).compute_dtype
-    first, dependent = _Comparing(), None
-    reference = _evaluated(plain, first, carry, batch)
+def _check_half_step(
+    case: Case,
+    plain: TrainingProgram,
+    carry: Any,
+    batch: Any,
+    found: Any,
+    reference: Any,
+    exactly_each: Sequence[Any],
+) -> str:
+    half, dependent = mpjax.get_policy(case.policy).compute_dtype, None
     if case.model.library in ("linen", "nnx"):
         moved = (jax.tree.map(lambda x: 1.25 * x if x.dtype.kind == "f" else x, carry[0]), *carry[1:])
-        second = _Comparing(first.results)
+        second = _Comparing(exactly_each)
         plain.run(second, moved, batch)
-        dependent = second.dependent if len(first.results) == len(second.results) else None
+        dependent = second.dependent if len(exactly_each) == len(second.results) else None
 
     def draw(seed: int) -> Any:
         operand = float8_operand(np.random.default_rng(seed)) if case.policy == "mixed_float8" else None

@@ -108,6 +108,22 @@ def test_a_wrong_rounding_of_params_and_moments_is_caught(name, optimizer):
         check(case)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8"])
+def test_a_state_that_leaves_the_range_is_that_of_the_reference(dtype):
+    # A second moment of 2**236: its block has the scale NaN.
+    stored = f"mpjax.low_bit_state(optax.adam(1e-2), {dtype!r}, min_size=1, block_size=4)"
+    case = Case(TREE, optimizer=f"mpjax.loss_scale_for({stored}, 'mixed_bfloat16'<options>)", events=("spike", ""))
+    assert check(case) == "bitwise"
+
+
+def test_a_program_that_jax_leaves_with_a_tracer_is_rejected():
+    # JAX loses what a custom_vjp in a jitted loss closes over, such as the ids.
+    reads_ids = Model("tree", TREE.source.replace('p["b"]', 'p["b"] + ids[0]'))
+    for policy in ("float32", "mixed_float16"):
+        with pytest.raises(Rejected):
+            check(Case(reads_ids, loss="custom_vjp", gradient="of a jitted loss", policy=policy))
+
+
 def rounded_ids(model, policy):
     class Wrong(type(model)):
         def __call__(self, x, ids):
