@@ -183,7 +183,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     title = f"casting_{args.dtype}" + "_regions" * args.regions
     compilations = 0 if args.no_compile else args.compilations
-    results = previous(title, args.out)
+    results = {name: rows for name, rows in previous(title, args.out).items() if name in REGISTRY}
     for name in args.programs:
         if args.missing and name in results:
             continue
