@@ -1,4 +1,4 @@
-"""One seed of each family: half precision starts where float32 starts, trains, and runs its matmuls in half."""
+"""One seed of each family: half precision starts where float32 starts, runs its matmuls in half, and trains."""
 
 import dataclasses
 import re
@@ -27,8 +27,10 @@ SINGLE_LAYERS = {
 }
 # The initial loss scale of these overflows once.
 OVERFLOWING = ("jasper",)
-# NumPy evaluates the training steps of the others; for these it takes longer than compiling with XLA.
-COMPILED = ("bert", "gpt", "gnmt", "mlstm", "ppo")
+# One of each kind: one model, batch statistics, two models, data that the model generates, an overflow.
+TRAINED = ("rossmann", "resnet", "gan", "ppo", "jasper")
+# NumPy evaluates the training steps of the others; for this one it takes longer than compiling with XLA.
+COMPILED = ("ppo",)
 
 
 def smallest(name):
@@ -63,7 +65,7 @@ def scale_states(state):
 
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("name", FAMILIES)
-def test_family_trains_in_half(name):
+def test_family_starts_and_trains_in_half(name):
     family = smallest(name)
     trained = training.Training(family, POLICY)
     state = initial_state(trained)
@@ -72,7 +74,7 @@ def test_family_trains_in_half(name):
 
     variables = state["variables"]
     step, losses = trained.step if name in COMPILED else arrays_in_numpy(trained.step), []
-    for _ in range(STEPS + (name in OVERFLOWING)):
+    for _ in range(STEPS + (name in OVERFLOWING) if name in TRAINED else 1):
         state, loss = step(state, batch)
         losses.append(float(loss))
     assert np.isfinite(losses).all()
@@ -80,7 +82,7 @@ def test_family_trains_in_half(name):
     if len(family.losses) == 1 and family.prepare is None:
         first = float32_losses(family)(variables, batch)
         assert losses[0] == pytest.approx(first, rel=5e-3, abs=5e-3)
-        assert losses[-1] < losses[0]
+        assert losses[-1] < losses[0] or name not in TRAINED
     assert {x.dtype for x in jax.tree.leaves(state["variables"])} == {np.dtype("float32")}
     skipped = [int(s.skipped_steps) for s in scale_states(state)]
     assert skipped == [int(name in OVERFLOWING)] * len(family.losses)

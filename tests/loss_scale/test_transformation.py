@@ -289,11 +289,6 @@ def test_state_has_the_same_types_from_init_on_and_shares_no_buffer():
     assert len(set(pointers)) == len(pointers)
 
 
-def test_found_by_optax_tree_get():
-    tx = optax.chain(optax.clip(1.0), mpjax.dynamic_loss_scale(optax.adam(1e-3)))
-    assert float(optax.tree_utils.tree_get(tx.init(PARAMS), "loss_scale")) == 2.0**15
-
-
 @pytest.mark.filterwarnings("ignore::mpjax.LossScaleWarning")  # of the order, which is right for these gradients
 @pytest.mark.parametrize(
     "wrap",

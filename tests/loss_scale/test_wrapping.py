@@ -209,9 +209,14 @@ def test_extra_arguments_go_only_to_inner_transformations_that_take_them():
 
 
 @pytest.mark.standard_promotion  # optax.apply_updates adds float32 updates to half params
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
-@pytest.mark.parametrize("inner", [optax.adam(1e-2), optax.sgd(1e-2, momentum=0.9), optax.lamb(1e-2)])
-@pytest.mark.parametrize("form", ["update", "apply"])
+@pytest.mark.parametrize(
+    ("half", "inner", "form"),
+    [
+        ("float16", optax.adam(1e-2), "update"),
+        ("bfloat16", optax.sgd(1e-2, momentum=0.9), "apply"),
+        ("bfloat16", optax.lamb(1e-2), "update"),
+    ],
+)
 def test_half_params_without_masters_train_in_one_trace_and_warn(half, inner, form):
     tx, params, traces = mpjax.dynamic_loss_scale(inner, init_scale=2.0**8), {"w": np.ones(3, half)}, []
     with pytest.warns(mpjax.LossScaleWarning, match=rf"w\) are half \({half}\).*master_weights"):

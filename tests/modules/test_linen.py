@@ -9,9 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax.training.train_state import TrainState
 
 import mpjax
 from testing import cheap_keys
@@ -19,9 +17,8 @@ from testing.measures import equations, half_share, matmuls, residual_bytes
 from testing.random_programs.evaluate import arrays_in_numpy, in_numpy
 from tests.modules.flax_models import LINEN, MLP, HandsDtypeOn, ResNet, Transformer, check_gradients
 
-HALVES = ["float16", "bfloat16"]
-# The models whose gradients are compared, and with them their matmuls.
-COMPARED = ["mlp", "resnet", "transformer", "lstm", "gru", "scan_remat", "raw_matmul"]
+# The models whose gradients are compared, and with them their matmuls; random models have the other layers.
+COMPARED = ["resnet", "gru"]
 F16 = jnp.dtype("float16")
 KEY = cheap_keys.key(0)
 
@@ -71,12 +68,11 @@ def test_every_matmul_of_forward_and_backward_is_half(name):
 def test_matmuls_are_half_and_gradients_as_near_as_rounding_allows(name):
     model, variables, x = variables_of(name)
     target = np.random.default_rng(1).normal(size=output_shape(model, variables, x))
-    for half in HALVES if name == "resnet" else ["float16"]:  # both dtypes take one path
-        plain, mixed = (loss_of(m, variables) for m in (model, mpjax.with_policy(model, f"mixed_{half}")))
-        check_gradients(plain, mixed, half, variables["params"], x, target)
+    plain, mixed = (loss_of(m, variables) for m in (model, mpjax.with_policy(model, "mixed_float16")))
+    check_gradients(plain, mixed, "float16", variables["params"], x, target)
 
 
-@pytest.mark.parametrize("name", ["mlp", "resnet", "transformer", "lstm", "scan_remat"])
+@pytest.mark.parametrize("name", ["resnet", "lstm", "scan_remat"])
 def test_parameters_are_those_of_the_float32_model_bitwise(name):
     model, variables, x = variables_of(name)
     mixed = initialised(mpjax.with_policy(model, "mixed_float16"), x)
@@ -85,10 +81,9 @@ def test_parameters_are_those_of_the_float32_model_bitwise(name):
     jax.tree.map(lambda a, b: a.dtype == b.dtype or pytest.fail(f"{a.dtype} {b.dtype}"), mixed, variables)
 
 
-@pytest.mark.parametrize("half", HALVES)
-def test_statistics_are_float32_and_norm_outputs_half(half):
+def test_statistics_are_float32_and_norm_outputs_half():
     model, variables, x = shapes_of("resnet")
-    model = mpjax.with_policy(model, f"mixed_{half}")
+    model = mpjax.with_policy(model, "mixed_bfloat16")
 
     def forward(variables, x):
         return model.apply(variables, x, mutable=["batch_stats", "intermediates"], capture_intermediates=True)
@@ -96,7 +91,7 @@ def test_statistics_are_float32_and_norm_outputs_half(half):
     _, updated = jax.eval_shape(forward, variables, x)
     assert {s.dtype for s in jax.tree.leaves(updated["batch_stats"])} == {jnp.dtype("float32")}
     block = updated["intermediates"]["ResNetBlock_0"]
-    assert block["BatchNorm_0"]["__call__"][0].dtype == jnp.dtype(half)
+    assert block["BatchNorm_0"]["__call__"][0].dtype == jnp.bfloat16
     sums = [e for e in equations(jax.make_jaxpr(forward)(variables, x)) if e.name == "reduce_sum"]
     assert sums
     assert all(e.in_dtypes[0] == jnp.float32 for e in sums)
@@ -189,7 +184,7 @@ def test_a_recurrent_state_stays_float32_and_the_output_is_half():
 
 
 @pytest.mark.standard_promotion  # Flax's cells mix half and float32 gates
-@pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell, nn.OptimizedLSTMCell, nn.MGUCell])
+@pytest.mark.parametrize("cell", [nn.GRUCell, nn.OptimizedLSTMCell])
 def test_a_recurrent_layer_stores_less_than_the_hand_written_one(cell):
     """Its gates are float32 and recomputed; Flax's `dtype=` stores half gates, and float32 ones with the state."""
     x = np.ones((8, 50, 64), np.float32)
@@ -290,26 +285,6 @@ def test_a_dtype_that_the_model_passes_down_follows_overrides():
     assert found == [F16, jnp.float32]
 
 
-def test_train_state_trains():
-    model, x = (
-        mpjax.with_policy(MLP(), "mixed_float16"),
-        np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32),
-    )
-    variables = initialised(model, x)
-    state = TrainState.create(apply_fn=model.apply, params=variables["params"], tx=optax.adam(1e-2))
-
-    @jax.jit
-    def step(state):
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((state.apply_fn({"params": p}, x) - 1) ** 2))(state.params)
-        return state.apply_gradients(grads=grads), loss
-
-    losses = []
-    for _ in range(20):
-        state, loss = step(state)
-        losses.append(float(loss))
-    assert losses[-1] < losses[0] / 4
-
-
 def test_a_float32_policy_changes_nothing():
     model, variables, x = variables_of("mlp")
     full = mpjax.with_policy(model, "float32")
@@ -322,16 +297,15 @@ def test_no_warning_for_the_patterns_of_a_level():
         jax.eval_shape(mpjax.with_policy(MLP(), "O2").init, KEY, np.ones((1, 8), np.float32))
 
 
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_attention_with_a_float32_softmax_still_multiplies_in_half(half):
+def test_attention_with_a_float32_softmax_still_multiplies_in_half():
     model = nn.MultiHeadDotProductAttention(num_heads=2, force_fp32_for_softmax=True)
     x = np.random.default_rng(1).normal(size=(2, 8, 16)).astype(np.float32)
     params = initialised(model, x)
-    policied = mpjax.with_policy(model, mpjax.Policy("float32", half, "float32"))
+    policied = mpjax.with_policy(model, "mixed_float16")
     gradient = jax.value_and_grad(lambda p: jnp.mean(policied.apply(p, x) ** 2))
     assert half_share(gradient, params) == 1.0
     exponentials = [e for e in equations(jax.make_jaxpr(gradient)(params)) if e.name == "exp"]
     assert exponentials
     assert all(e.in_dtypes == (jnp.dtype("float32"),) for e in exponentials)
     found, expected = (in_numpy(m.apply)(params, x) for m in (policied, model))
-    np.testing.assert_allclose(found, expected, atol=8 * float(jnp.finfo(half).eps))
+    np.testing.assert_allclose(found, expected, atol=8 * float(jnp.finfo(jnp.float16).eps))

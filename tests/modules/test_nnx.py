@@ -6,7 +6,6 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -16,9 +15,8 @@ from testing.measures import equations, half_share, matmuls
 from testing.random_programs.evaluate import in_numpy
 from tests.modules.flax_models import NNX, NnxMLP, NnxResNetBlock, check_gradients, of_nnx
 
-HALVES = ["float16", "bfloat16"]
-# The models whose gradients are compared, and with them their matmuls.
-COMPARED = ["mlp", "transformer", "lstm", "gru", "raw_matmul"]
+# The models whose gradients are compared, and with them their matmuls; random models have the other layers.
+COMPARED = ["transformer", "gru"]
 F16 = jnp.dtype("float16")
 KEY = cheap_keys.key(0)
 
@@ -58,9 +56,8 @@ def test_matmuls_are_half_and_gradients_as_near_as_rounding_allows(name):
     shape = output_shape(model, x)
     target = np.random.default_rng(1).normal(size=shape)
     plain, params = split_loss(model, shape)
-    for half in HALVES if name == "mlp" else ["float16"]:  # both dtypes take one path
-        mixed, _ = split_loss(mpjax.with_policy(model, f"mixed_{half}"), shape)
-        check_gradients(plain, mixed, half, params, x, target)
+    mixed, _ = split_loss(mpjax.with_policy(model, "mixed_float16"), shape)
+    check_gradients(plain, mixed, "float16", params, x, target)
 
 
 @pytest.mark.parametrize("name", NNX)
@@ -131,22 +128,6 @@ def test_a_submodule_keeps_its_own_policy():
     inner = mpjax.with_policy(inner, "mixed_bfloat16")
     model = mpjax.with_policy(nnx.Sequential(inner, outer), "mixed_float16")
     assert [e.in_dtypes[0] for e in matmuls(model, np.ones((1, 4), np.float32))] == [jnp.bfloat16, F16]
-
-
-def test_an_optimizer_trains_it_under_jit():
-    model = mpjax.with_policy(of_nnx(NNX["mlp"].build), "mixed_float16")
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-    x = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
-
-    @nnx.jit
-    def step(model, optimizer):
-        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - 1) ** 2))(model)
-        optimizer.update(model, grads)
-        return loss
-
-    losses = [float(step(model, optimizer)) for _ in range(20)]
-    assert losses[-1] < losses[0] / 4
-    assert {p.dtype for p in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
 
 
 def test_attributes_that_a_method_sets_are_kept():

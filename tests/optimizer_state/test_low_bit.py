@@ -273,7 +273,6 @@ def test_meshes_with_explicit_axes():
     specs = {
         (512, 64): P("d", "m"),
         (8, 64, 64): P("m", None, "d"),
-        (3, 3, 64, 64): P(None, None, "d", "m"),
         (3, 3, 64, 128): P(None, None, None, ("d", "m")),
         (8192,): P("m"),
     }
@@ -281,17 +280,17 @@ def test_meshes_with_explicit_axes():
     grads = [np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in specs]
     tx = mpjax.low_bit_state(optax.adam(1e-3))
 
-    @jax.jit
-    def train(params, grads):
-        state = tx.init(params)
+    def train(params, grads, run):
+        init, step = run(tx.init), run(lambda *args: mpjax.apply_gradients(tx, *args))
+        state = init(params)
         for _ in range(2):
-            params, state = mpjax.apply_gradients(tx, grads, state, params)
+            params, state = step(grads, state, params)
         return params, state
 
-    plain, _ = train(params, grads)
+    plain, _ = train(params, grads, arrays_in_numpy)
     with jax.set_mesh(mesh):
         place = lambda tree: [jax.device_put(x, spec) for x, spec in zip(tree, specs.values(), strict=True)]
-        sharded, state = train(place(params), place(grads))
+        sharded, state = train(place(params), place(grads), jax.jit)
     for a, b, moment, spec in zip(plain, sharded, state.inner_state[0].mu, specs.values(), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
         assert b.sharding.spec == moment.codes.sharding.spec == spec

@@ -21,8 +21,15 @@ def make():
     return Maker(CustomTask, FLAGS)
 
 
-def test_a_script_is_compared_over_seeds_with_precision_flags(make, tmp_path):
-    report = mpjax.parity(make, [SCALED], 2, output=tmp_path)
+@pytest.fixture(scope="module")
+def compared(make, tmp_path_factory):
+    """The folder of runs with two seeds, and their report."""
+    output = tmp_path_factory.mktemp("runs")
+    return output, mpjax.parity(make, [SCALED], 2, output=output)
+
+
+def test_a_script_is_compared_over_seeds_with_precision_flags(compared):
+    output, report = compared
     assert report.title == "Parity of custom"
     assert (report.metric_name, report.percent, report.larger_is_better) == ("test accuracy", True, True)
     runs = report.runs_of(SCALED)
@@ -32,7 +39,7 @@ def test_a_script_is_compared_over_seeds_with_precision_flags(make, tmp_path):
     assert np.all(losses[:, -1] < losses[:, 0]), "of each step, not sums over the epoch"
     other = Maker(CustomTask, [*FLAGS, "--optimizer", "sgd"])
     with pytest.raises(ValueError, match="other settings"):
-        mpjax.parity(other, [SCALED], 2, output=tmp_path)
+        mpjax.parity(other, [SCALED], 2, output=output)
 
 
 def test_unknown_flag_is_named(make):
@@ -40,10 +47,10 @@ def test_unknown_flag_is_named(make):
         make("mixed_float16 --los-scale 1", 0)
 
 
-def test_evidence_names_the_modules_of_a_script(make):
+def test_evidence_names_the_modules_of_a_script(make, compared):
     from mpjax.inspection.parity.evidence import evidence_of
 
-    report = mpjax.parity(make, [SCALED], 1)
+    _, report = compared
     found = evidence_of(make, SCALED, "float32", report.runs_of(SCALED), report.runs_of("float32"))
     assert found.notes == ()
     assert 0 < found.errors.gradient_error < 0.1
