@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 import sysconfig
+from collections.abc import Iterable
 from types import FrameType
 
 # Packages that differentiate on behalf of their caller (`nnx.grad`, `eqx.filter_grad`, `hk.grad`, ...).
@@ -22,7 +23,7 @@ class Callers:
         packages: Top-level packages that count as the script's code wherever they are installed.
     """
 
-    def __init__(self, packages: tuple[str, ...] = ()):
+    def __init__(self, packages: Iterable[str] = ()):
         self.packages = frozenset(packages)
         self.seen: set[str] = set()  # the packages that have called
         self._is_library_file = functools.lru_cache(maxsize=None)(is_library_file)

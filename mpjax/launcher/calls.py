@@ -17,11 +17,10 @@ import jax.numpy as jnp
 
 import mpjax
 from mpjax._jaxpr import compat
-from mpjax._jaxpr.program import Site, site_of, sub_jaxprs
-from mpjax._jaxpr.source import scopes
+from mpjax._jaxpr.program import Site, walk
 from mpjax.casting.autocast import is_array, plan_program, run_program, trace
 from mpjax.launcher.linearity import nonlinear_rule
-from mpjax.launcher.retrying import all_finite, behind, is_inexact
+from mpjax.launcher.retrying import all_finite, behind, is_inexact, strong
 from mpjax.launcher.session import Scale, Session, differentiating, function_name
 
 # The named scope of a rerun. Operations in it run only after an overflow.
@@ -89,10 +88,10 @@ class Call:
 
         def rerun(arrays: Sequence[Any]) -> list[Any]:
             results = self._run(arrays)
-            return [compat.vary(_strong(jnp.asarray(results[i]).astype(outs[i].dtype)), axes) for i in places]
+            return [compat.vary(strong(jnp.asarray(results[i]).astype(outs[i].dtype)), axes) for i in places]
 
         finite = all_finite(halves)
-        kept = [compat.vary(_strong(x), axes) for x in halves]
+        kept = [compat.vary(strong(x), axes) for x in halves]
         run = _in_a_loop if jax.extend.core.unsafe_am_i_under_a_vmap_DO_NOT_USE() else _in_a_branch
         with jax.named_scope(SCOPE):
             values = run(finite, rerun, self._program.arrays, kept)
@@ -124,21 +123,6 @@ def _in_a_loop(finite: Any, rerun: Callable[..., Any], arrays: Sequence[Any], ke
     return jax.lax.while_loop(lambda carry: ~carry[0], body, (finite, kept))[1]
 
 
-def _strong(x: Any) -> Any:
-    return jax.lax.convert_element_type(x, x.dtype)
-
-
-def running_sites(jaxpr: Any, around: Site | None = None) -> Iterator[Site]:
-    """Yields the equations of a program and its sub-jaxprs, except those that run only after an overflow."""
-    for eqn in compat.open_jaxpr(jaxpr).jaxpr.eqns:
-        yield from running_sites_of(eqn, around)
-
-
-def running_sites_of(eqn: Any, around: Site | None = None) -> Iterator[Site]:
-    """Yields an equation and those in its sub-jaxprs, unless they run only after an overflow."""
-    if SCOPE in scopes(eqn):
-        return
-    site = site_of(eqn, around)
-    yield site
-    for inner in sub_jaxprs(eqn):
-        yield from running_sites(inner.jaxpr, site)
+def running_sites(jaxpr: Any) -> Iterator[Site]:
+    """The equations of a program and its sub-jaxprs, except those that run only after an overflow."""
+    return (site for site in walk(jaxpr) if SCOPE not in site.module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -10,29 +10,10 @@ import jax.extend.core
 import jax.numpy as jnp
 
 from mpjax._jaxpr import compat
+from mpjax.launcher import retrying
 from mpjax.launcher.calls import Call
-from mpjax.launcher.retrying import (
-    GROWTH_INTERVAL,
-    INNER_SCALE,
-    Attempt,
-    LastAttempt,
-    adapted,
-    all_finite,
-    is_inexact,
-    until_finite,
-)
-from mpjax.launcher.session import (
-    CALLS,
-    GOOD,
-    RETRIES,
-    ROWS,
-    SCALE,
-    Session,
-    differentiating,
-    enclosing_scale,
-    frame,
-    function_name,
-)
+from mpjax.launcher.retrying import INNER_SCALE, Attempt, LastAttempt, all_finite, is_inexact, until_finite
+from mpjax.launcher.session import NOT_LINEAR, SCALE, Session, differentiating, enclosing_scale, frame, function_name
 from mpjax.loss_scale.cotangents import multiply, unscale_by
 
 
@@ -62,8 +43,9 @@ def value_and_grad(
             # The outer gradient casts it, and is repeated with all that it contains.
             outer.read = True
             return scaled(lambda *a, **k: (fun(*a, **k),) * 2, outer.value)(*args, **kwargs)
-        call = Call(session, fun, as_arrays(args, argnums), kwargs)
-        if not _is_cast(session, call, fun, line, _chosen(args, argnums)):
+        places = _places(args, argnums)
+        call = Call(session, fun, _as_arrays(args, places), kwargs)
+        if not _is_cast(session, call, fun, line, [args[i] for i in places]):
             with differentiating(None):
                 return original(fun, argnums=argnums, has_aux=has_aux)(*args, **kwargs)
 
@@ -79,7 +61,7 @@ def value_and_grad(
             return Attempt((outs, grads), finite, ~finite & (call.scope.read | all_finite(loss)))
 
         outs, grads = gradients_of(
-            session, evaluate, (as_arrays(args, argnums), kwargs), lambda result: (call.finite(result[0]), result[1])
+            session, evaluate, (_as_arrays(args, places), kwargs), lambda result: (call.finite(result[0]), result[1])
         )
         return call.rebuild(outs), grads
 
@@ -89,25 +71,19 @@ def value_and_grad(
 def _is_cast(session: Session, call: Call, fun: Any, line: str, differentiated: Sequence[Any]) -> bool:
     """Whether a gradient is taken in half: no loss scale is needed, or it changes nothing. Records which."""
     if session.scales and (rule := call.nonlinear_rule):
-        session.rules_not_linear[line] = rule
-        return False
+        return session.keep(NOT_LINEAR, line, rule)
     session.cast(function_name(fun) + " (no matmul)" * (not call.has_matmul), line, call.scope.lines, differentiated)
     call.explain(session, fun, line)
     return True
 
 
-def _chosen(args: Sequence[Any], argnums: Any) -> Sequence[Any]:
-    """The arguments with respect to which a call is differentiated; all of them if the call does not fit."""
-    places = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
-    try:
-        return tuple(args[i] for i in places)
-    except (IndexError, TypeError):  # JAX's own error is better.
-        return args
+def _places(args: Sequence[Any], argnums: Any) -> set[int]:
+    """The positions of the arguments with respect to which a call is differentiated. JAX finds those out of range."""
+    return {i % len(args) for i in (argnums if isinstance(argnums, (tuple, list)) else (argnums,)) if args}
 
 
-def as_arrays(args: Sequence[Any], argnums: Any) -> tuple[Any, ...]:
+def _as_arrays(args: Sequence[Any], places: Collection[int]) -> tuple[Any, ...]:
     """The arguments, where the differentiated ones have arrays in place of Python numbers, as when JAX traces them."""
-    places = {i % len(args) for i in (argnums if isinstance(argnums, (tuple, list)) else (argnums,)) if args}
 
     def as_array(x: Any) -> Any:
         return jnp.asarray(x) if isinstance(x, (bool, int, float, complex)) else x
@@ -127,7 +103,7 @@ def vjp(
     if enclosing_scale() is not None:
         out, linear, *aux = original(fun, *primals, **options)
     else:
-        primals = as_arrays(primals, tuple(range(len(primals))))
+        primals = _as_arrays(primals, range(len(primals)))
         call = Call(session, fun, primals, {})
         if not _is_cast(session, call, fun, line, primals):
             with differentiating(None):
@@ -166,8 +142,7 @@ def gradients_of(
         outer.read = True
         return evaluate(outer.value, args).result
     present = frame()
-    states, row = (None, 0) if present is None else (present.states, min(present.sites, ROWS - 1))
-    state = _read(states, row)
+    state = retrying.read_row(present)
     if session.scales:
         start = jnp.asarray(session.options.init_scale, jnp.float32) if state is None else state[SCALE]
         found = until_finite(evaluate, args, start)
@@ -179,37 +154,11 @@ def gradients_of(
         (values, reran), grads = finished(result)
         result = values, grads
     if present is not None:
+        if state is not None:
+            retrying.write_row(present, retrying.next_row(state, found, reran))
         present.differentiates, present.sites = True, present.sites + 1
         present.finite.append((jax.tree.leaves(result if finished is None else result[1]), found.finite))
-    if state is not None:
-        _write(states, row, _next_state(state, found, reran))
     return result
-
-
-def _next_state(state: Any, found: LastAttempt, reran: Any) -> Any:
-    """The state row after a gradient. It keeps a scale that gave finite gradients, and grows it after many of them."""
-    retried = found.retries > 0
-    good = jnp.where(retried, 0.0, state[GOOD] + found.finite.astype(jnp.float32))
-    grow = good >= GROWTH_INTERVAL
-    scale = adapted(jnp.where(retried & found.finite, found.scale, state[SCALE]), grow, False)
-    counted = [x.astype(jnp.float32) for x in (found.retries, ~found.finite, reran)]
-    return jnp.stack([scale, jnp.where(grow, 0.0, good), state[CALLS] + 1, *(state[RETRIES:] + jnp.stack(counted))])
-
-
-def _read(states: Any, row: int) -> Any:
-    """A row of the step's states; None where it can't be read, or has no meaning for the next step: a derivative.
-
-    `shard_map` and `pmap` accept no reference.
-    """
-    if states is None or jax.sharding.get_abstract_mesh().manual_axes or compat.is_differentiating():
-        return None
-    return states[row]
-
-
-def _write(states: Any, row: int, value: Any) -> None:
-    # A reference cannot be written under vmap, where each batch element would need a separate state.
-    if not jax.extend.core.unsafe_am_i_under_a_vmap_DO_NOT_USE():
-        states[row] = value
 
 
 def _times(x: Any, factor: Any) -> Any:

@@ -16,6 +16,7 @@ from mpjax.launcher import notebooks, tracebacks
 from mpjax.launcher.options import LaunchError, Options
 
 PROGRAM = "python -m mpjax run"
+PATCHED = ("jax", "optax", "jax.example_libraries.optimizers")
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
@@ -75,45 +76,36 @@ def install(options: Options, main: bool = False) -> None:
     # With both `python -m mpjax run` and MPJAX_AUTOCAST_ALL, the later options apply.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AfterImport)]
     tracebacks.install()
-    done: dict[str, Any] = {}
+    done: list[Any] = []
     # The script may import optax first, which imports JAX. If it never does, the hook costs nothing.
-    names = ("jax", "optax", "jax.example_libraries.optimizers")
-    hooks = [AfterImport(name, functools.partial(_patch, name, done, options, main)) for name in names]
+    hooks = [AfterImport(name, functools.partial(_patch, name, done, options, main)) for name in PATCHED]
     sys.meta_path[:0] = _LATEST[:] = hooks
     atexit.register(_check_at_exit, hooks[0], done, main and not options.quiet)
 
 
-def _check_at_exit(of_jax: AfterImport, done: dict[str, Any], always: bool) -> None:
+def _check_at_exit(of_jax: AfterImport, done: list[Any], always: bool) -> None:
     """Says so if the script ran wholly in float32 because JAX was not imported, or not through the hook."""
     if of_jax not in _LATEST:  # `install` was called again
         return
     if "jax" not in sys.modules:
         if always:
-            print("mpjax run: nothing was cast to half: the script did not import JAX", file=sys.stderr, flush=True)
+            print("mpjax run: nothing was cast to half: the script did not import JAX", file=sys.stderr)
     elif not done:
         print(
             "mpjax run: error: nothing was cast to half: JAX was imported, but not through Python's import system, so "
             "its gradient functions were not replaced. Import it with a plain `import jax`.",
             file=sys.stderr,
-            flush=True,
         )
 
 
-def _patch(name: str, done: dict[str, Any], options: Options, main: bool) -> None:
-    """Patches a module that was executed for the first time, or again (`importlib.reload`).
-
-    `done` holds the patches of each module. Those of all modules share the session of JAX's.
-    """
+def _patch(name: str, done: list[Any], options: Options, main: bool) -> None:
+    """Patches a module that was executed. `done` holds the `Patches`, from the first execution of JAX on."""
     from mpjax.launcher.patches import Patches
 
-    if name in done:
-        done[name].undo()
-    elif name == "jax":
-        done[name] = Patches(_session_or_exit(options, main))
-    elif "jax" in done:
-        done[name] = Patches(done["jax"].session)
-    if name in done:
-        done[name].patch(name)
+    if name == "jax" and not done:
+        done.append(Patches(_session_or_exit(options, main)))
+    for patches in done:
+        patches.patch(name)
 
 
 def _session_or_exit(options: Options, main: bool) -> Any:
@@ -140,6 +132,6 @@ def patch(options: Options) -> Any:
     from mpjax.launcher.session import Session
 
     patches = Patches(Session(options))
-    for name in ("jax", "optax", "jax.example_libraries.optimizers"):
+    for name in PATCHED:
         patches.patch(name)
     return patches

@@ -137,7 +137,6 @@ def _is_sum(row: Any) -> bool:
 def _of_loop(inner: Sequence[Any], ins: list[_In], count: int) -> Sequence[_In]:
     *condition, body = inner
     consts, carry, xs = body.split(ins)
-    outs = [_In.ZERO] * count
     while True:
         if condition:
             shared, _, _ = condition[0].split(ins)

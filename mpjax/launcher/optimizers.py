@@ -54,7 +54,7 @@ def _taken(session: Session, grads: Any, take: Callable[[], Any], skip: Callable
 
     if not session.scales or not session.sites or _DECIDED.get():
         return decided()
-    from mpjax.launcher.retrying import all_finite
+    from mpjax.launcher.retrying import all_finite, strong
 
     finite = _known(grads)
     finite = all_finite(grads) if finite is None else finite
@@ -67,7 +67,7 @@ def _taken(session: Session, grads: Any, take: Callable[[], Any], skip: Callable
     if _types(shapes) != _types(other):
         # A state whose structure or types change in a step can't pass through `cond`, so the step is unguarded.
         return decided()
-    return jax.lax.cond(finite, lambda: _strong(decided()), lambda: _strong(other))
+    return jax.lax.cond(finite, lambda: strong(decided()), lambda: strong(other))
 
 
 def _known(grads: Any) -> Any:
@@ -83,8 +83,3 @@ def _known(grads: Any) -> Any:
 def _types(tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     return structure, [(x.shape, x.dtype) if hasattr(x, "dtype") else x for x in leaves]
-
-
-def _strong(tree: Any) -> Any:
-    """Removes weak types, on which both branches of a `cond` must agree."""
-    return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.result_type(x)), tree)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ POLICY = "MPJAX_AUTOCAST_ALL"
 DETAILS = "MPJAX_AUTOCAST_ALL_OPTIONS"
 DEFAULT_POLICY = "mixed_float16"
 
-_LISTS = ("allow", "deny", "infer")
+_LISTS = ("allow", "deny", "infer", "packages")
 
 
 class LaunchError(SystemExit):
@@ -39,12 +39,12 @@ class Options:
     """
 
     policy: str = DEFAULT_POLICY
-    allow: tuple[str, ...] = ()
-    deny: tuple[str, ...] = ()
-    infer: tuple[str, ...] = ()
+    allow: Sequence[str] = ()
+    deny: Sequence[str] = ()
+    infer: Sequence[str] = ()
     attention: str = "unfused"
-    overrides: tuple[tuple[str, str], ...] = ()
-    packages: tuple[str, ...] = ()
+    overrides: Sequence[Sequence[str]] = ()
+    packages: Sequence[str] = ()
     any_gradient: bool = False
     init_scale: float = 2.0**15
     quiet: bool = False
@@ -67,11 +67,8 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Options | N
     if not policy:
         return None
     try:
-        details = json.loads(environment.get(DETAILS, "{}"))
-        lists: dict[str, Any] = {name: tuple(details.pop(name, ())) for name in (*_LISTS, "packages")}
-        overrides = tuple((pattern, other) for pattern, other in details.pop("overrides", ()))
-        return Options(policy=policy, overrides=overrides, **lists, **details)
-    except (ValueError, TypeError, AttributeError) as error:
+        return Options(policy=policy, **json.loads(environment.get(DETAILS, "{}")))
+    except (ValueError, TypeError) as error:
         raise LaunchError(f"{DETAILS}={environment.get(DETAILS)!r} can not be read: {error}") from error
 
 
@@ -97,8 +94,8 @@ def read_rules(path: str) -> dict[str, Any]:
         raise LaunchError(f"--rules {path}: {error}") from error
     fields: dict[str, Any] = {}
     for key, value in content.items():
-        if key in (*_LISTS, "packages") and isinstance(value, list) and all(isinstance(x, str) for x in value):
-            fields[key] = tuple(value)
+        if key in _LISTS and isinstance(value, list) and all(isinstance(x, str) for x in value):
+            fields[key] = value
         elif key == "overrides" and isinstance(value, dict) and all(isinstance(x, str) for x in value.values()):
             fields[key] = tuple(value.items())
         else:

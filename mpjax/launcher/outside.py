@@ -19,7 +19,8 @@ from mpjax._jaxpr import compat
 from mpjax._jaxpr.evaluator import bind_in_context, evaluate
 from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.program import Site, site_of, sub_jaxprs
-from mpjax.launcher.calls import Call, running_sites_of
+from mpjax._jaxpr.source import scopes
+from mpjax.launcher.calls import SCOPE, Call, running_sites
 from mpjax.launcher.session import Session
 
 
@@ -74,11 +75,10 @@ def _parted(eqns: Sequence[Any], parameters: Collection[Any]) -> tuple[list[Any]
     late: set[Any] = set()
     origins = dict.fromkeys(parameters, _PARAMETERS)
     for eqn in eqns:
-        sites: list[Site] = list(running_sites_of(eqn))
         reads = {v for v in eqn.invars if _is_variable(v)}
         given = [_origin(v, origins) for v in eqn.invars]
         origins.update(dict.fromkeys(eqn.outvars, functools.reduce(operator.or_, given, 0)))
-        if eqn.effects or reads & late or is_differentiated(sites):
+        if eqn.effects or reads & late or is_differentiated(running_sites(_Part([eqn], ()))):
             after.append(eqn)
             late.update(eqn.outvars)
         elif reads & of_passes or _applies_parameters(eqn, given):
@@ -105,7 +105,7 @@ def _applies_parameters(eqn: Any, given: Sequence[int]) -> bool:
         given: The origins of its operands.
     """
     every = functools.reduce(operator.or_, given, 0)
-    if every != _PARAMETERS | _DATA or not any(True for _ in running_sites_of(eqn)):
+    if every != _PARAMETERS | _DATA or SCOPE in scopes(eqn):
         return False
     inner = sub_jaxprs(eqn)
     if not inner:

@@ -24,23 +24,30 @@ class Patches:
 
     def __init__(self, session: Session):
         self.session = session
-        self._undo: list[Callable[[], None]] = []
+        self._modules: set[str] = set()
+        self._replaced = contextlib.ExitStack()
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Sets an attribute and remembers its previous value."""
         missing = object()
         before = vars(owner).get(name, missing)
         setattr(owner, name, value)
-        self._undo.append(lambda: delattr(owner, name) if before is missing else setattr(owner, name, before))
+        self._replaced.callback(lambda: delattr(owner, name) if before is missing else setattr(owner, name, before))
 
     def undo(self) -> None:
         """Restores all replaced attributes."""
-        while self._undo:
-            self._undo.pop()()
+        self._replaced.close()
 
     def patch(self, name: str) -> None:
-        """Replaces functions of a module: `jax`, `optax` or `jax.example_libraries.optimizers`."""
-        {"jax": self._patch_jax, "optax": self._patch_optax}.get(name, self._patch_optimizers)()
+        """Replaces functions of `jax`, `optax` or `jax.example_libraries.optimizers`, which has just been executed.
+
+        If it was executed before (`importlib.reload`), a part of its earlier replacements is still there: all are made
+        again.
+        """
+        self.undo()
+        self._modules.add(name)
+        for module in self._modules:
+            {"jax": self._patch_jax, "optax": self._patch_optax}.get(module, self._patch_optimizers)()
 
     def _patch_jax(self) -> None:
         """Replaces `jit`, `pmap`, `grad`, `value_and_grad`, `vjp` and `linearize` of the `jax` module."""
@@ -95,7 +102,8 @@ def _differentiation(session: Session, value_and_grad: Any, original: Any, gradi
     def differentiate(fun: Any, argnums: Any = 0, has_aux: bool = False, *rest: Any, **options: Any) -> Any:
         plain = original(fun, argnums, has_aux, *rest, **options)
         line = session.callers.script_line()
-        if not line or not session.active_for(rest, options):
+        is_special = any(rest) or any(options.values())  # holomorphic, allow_int
+        if not line or not session.active or is_special:
             return plain
 
         @functools.wraps(plain)
@@ -103,7 +111,7 @@ def _differentiation(session: Session, value_and_grad: Any, original: Any, gradi
             # By now the script has built its optimizer.
             if session.casts and isinstance(fun, programs.Compiled) and not compat.is_compiling():
                 return fun.derived((original, argnums, has_aux), gradient)(*args, **kwargs)
-            if session.gives_way(fun, line) or not session.trains(fun, line):
+            if not session.trains(fun, line):
                 return plain(*args, **kwargs)
             from mpjax.launcher import gradients
 

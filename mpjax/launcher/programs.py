@@ -42,14 +42,12 @@ class Compiled:
         """Makes the functions under the policy, which JAX then traces."""
         self.decided = True  # False if a trace could not tell whether the function evaluates
         self._plain = self._jit(under_policy(self._session, self._fun), **self._options)
-        # JAX takes no keyword arguments beside in_shardings.
-        self._stateful = None if self._options.get("in_shardings") is not None else self._with_states()
-
-    def _with_states(self) -> Any:
         options = dict(self._options)
         if "out_shardings" in options:
             options["out_shardings"] = (options["out_shardings"], None)
-        return self._jit(under_policy(self._session, self._fun, self), **options)
+        # JAX takes no keyword arguments beside in_shardings.
+        takes_states = options.get("in_shardings") is None
+        self._stateful = self._jit(under_policy(self._session, self._fun, self), **options) if takes_states else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if frame() is not None or enclosing_scale() is not None:
@@ -94,17 +92,9 @@ class Compiled:
         return self._plain if self._session.casts else self._untouched
 
     # `jax.export` looks for these on the class.
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """As of `jax.jit`."""
-        return self._current().trace(*args, **kwargs)
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As of `jax.jit`."""
-        return self._current().lower(*args, **kwargs)
-
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """As of `jax.jit`."""
-        return self._current().eval_shape(*args, **kwargs)
+    trace = property(lambda self: self._current().trace)
+    lower = property(lambda self: self._current().lower)
+    eval_shape = property(lambda self: self._current().eval_shape)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_plain" not in vars(self):
@@ -134,19 +124,18 @@ def under_policy(session: Session, fun: Callable[..., Any], compiled: Compiled |
         states = kwargs.pop(_STATES, None)
         if frame() is not None or enclosing_scale() is not None or not session.casts:
             return fun(*args, **kwargs)
-        return trace(session, fun, args, kwargs, states, compiled)
+        return under_autocast(session, fun, args, kwargs, states, compiled)
 
     if compiled is not None:
         program.__signature__ = _signature(fun)  # type: ignore[attr-defined]
     return program
 
 
-def trace(
+def under_autocast(
     session: Session, fun: Callable[..., Any], args: Any, kwargs: Any, states: Any, compiled: Compiled | None
 ) -> Any:
     """Traces a program to see whether it trains or evaluates, and returns its result under the policy."""
-    from mpjax.casting.autocast import is_array
-    from mpjax.casting.autocast import trace as trace_call
+    from mpjax.casting.autocast import is_array, trace
     from mpjax.launcher.calls import running_sites
     from mpjax.launcher.outside import in_half, is_differentiated
 
@@ -160,7 +149,7 @@ def trace(
         seen.states, seen.finite = None, []  # Tracers must not outlive the trace.
         return out, states
 
-    traced = trace_call(with_states, (states, args, kwargs), {}, None)
+    traced = trace(with_states, (states, args, kwargs), {}, None)
     sites = [site for site in running_sites(traced.jaxpr) if site.flops]
     trains = seen.differentiates or seen.optimizes or is_differentiated(sites)
     leaves = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]

@@ -63,7 +63,7 @@ class Report:
         Args:
             otherwise: Why nothing was cast, where the script has differentiated nothing; "" prints nothing then.
         """
-        kept = self._kept_in_float32()
+        kept = [reason.format(_places(functions)) for reason, functions in self.session.kept.items()]
         if self.session.sites:
             text = "\n".join(["mpjax run: summary", *self._cast(), *(f"  in float32: {reason}" for reason in kept)])
         else:
@@ -85,30 +85,8 @@ class Report:
             lines.append(f"  evaluated in half: {', '.join(dict.fromkeys(self.evaluations))}")
         return lines
 
-    def _kept_in_float32(self) -> list[str]:
-        session, reasons = self.session, []
-        if session.in_float32:
-            reasons.append(_without_optimizer(session))
-        if session.outside_jit:
-            reasons.append(f"the gradients of {_places(session.outside_jit)} ran outside of jax.jit: compile the step")
-        if rules := session.rules_not_linear:
-            reasons.append(
-                f"a loss scale would change {', '.join(dict.fromkeys(rules.values()))}, a derivative rule that is not "
-                f"linear in its cotangent, so the gradients of {', '.join(rules)} need --policy mixed_bfloat16"
-            )
-        if session.differentiated_again:
-            reasons.append(f"a library differentiates the gradients of {_places(session.differentiated_again)} again")
-        return reasons
-
     def _print(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
-
-
-def _without_optimizer(session: Session) -> str:
-    ways = "build one of optax or jax.example_libraries before the first gradient"
-    if not session.scales:
-        ways += ", or pass --any-gradient if the script updates its parameters by hand"
-    return f"no optimizer was built before the gradients of {_places(session.in_float32)}: {ways}"
 
 
 def _places(functions: dict[str, str]) -> str:

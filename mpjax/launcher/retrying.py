@@ -1,4 +1,4 @@
-"""Repeats a computation at lower loss scales until its gradients are finite."""
+"""Repeats a computation at lower loss scales until its gradients are finite, and keeps the scale for the next step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from mpjax._jaxpr import compat
 from mpjax.casting.autocast import trace
+from mpjax.launcher.session import CALLS, GOOD, RETRIES, SCALE, Frame
 from mpjax.loss_scale.replicas import all_finite as all_finite_on
 from mpjax.loss_scale.transformation import next_scale
 
@@ -54,6 +55,32 @@ class LastAttempt(NamedTuple):
     finite: Any
     scale: Any
     retries: Any
+
+
+def read_row(present: Frame | None) -> Any:
+    """The state row of the next gradient in a program; None where it can't be read, or says nothing: a derivative.
+
+    `shard_map` and `pmap` accept no reference.
+    """
+    if present is None or present.states is None or jax.sharding.get_abstract_mesh().manual_axes:
+        return None
+    return None if compat.is_differentiating() else present.states[present.row]
+
+
+def write_row(present: Frame, value: Any) -> None:
+    """Writes the state row of the next gradient, except under `vmap`: each batch element would need its own."""
+    if not jax.extend.core.unsafe_am_i_under_a_vmap_DO_NOT_USE():
+        present.states[present.row] = value
+
+
+def next_row(state: Any, found: LastAttempt, reran: Any) -> Any:
+    """The state row after a gradient. It keeps a scale that gave finite gradients, and grows it after many of them."""
+    retried = found.retries > 0
+    good = jnp.where(retried, 0.0, state[GOOD] + found.finite.astype(jnp.float32))
+    grow = good >= GROWTH_INTERVAL
+    scale = adapted(jnp.where(retried & found.finite, found.scale, state[SCALE]), grow, False)
+    counted = [x.astype(jnp.float32) for x in (found.retries, ~found.finite, reran)]
+    return jnp.stack([scale, jnp.where(grow, 0.0, good), state[CALLS] + 1, *(state[RETRIES:] + jnp.stack(counted))])
 
 
 def until_finite(evaluate: Callable[..., Attempt], args: Any, start: Any) -> LastAttempt:
@@ -141,6 +168,11 @@ def behind(scale: Any, arrays: Sequence[Any]) -> list[Any]:
 def is_inexact(x: Any) -> bool:
     """Whether a value is an array of a real or complex dtype."""
     return hasattr(x, "dtype") and bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def strong(tree: Any) -> Any:
+    """Removes weak types, on which both branches of a `cond` must agree."""
+    return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.result_type(x)), tree)
 
 
 def _zeros(aval: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
 import dataclasses
@@ -26,6 +27,19 @@ SCALE, GOOD, CALLS, RETRIES, NONFINITE, RERUNS = range(6)
 COLUMNS = 6
 
 HALF = ("float16", "bfloat16")
+
+# Why gradients stay in float32. The report names them in place of the braces.
+NO_OPTIMIZER = (
+    "no optimizer was built before the gradients of {}: build one of optax or jax.example_libraries before the first "
+    "gradient"
+)
+BY_HAND = ", or pass --any-gradient if the script updates its parameters by hand"
+OUTSIDE_JIT = "the gradients of {} ran outside of jax.jit: compile the step"
+DIFFERENTIATED_AGAIN = "a library differentiates the gradients of {} again"
+NOT_LINEAR = (
+    "a loss scale would change {}, a derivative rule that is not linear in its cotangent, so the gradients there need "
+    "--policy mixed_bfloat16"
+)
 _LISTS = ("MPJAX_ALLOWLIST_ADD", "MPJAX_DENYLIST_ADD", "MPJAX_INFERLIST_ADD")
 
 
@@ -50,6 +64,11 @@ class Frame:
     evaluates: bool = False
     sites: int = 0
     finite: list[tuple[list[Any], Any]] = dataclasses.field(default_factory=list)
+
+    @property
+    def row(self) -> int:
+        """The row of the next differentiated function in the states."""
+        return min(self.sites, ROWS - 1)
 
 
 @dataclasses.dataclass
@@ -132,7 +151,7 @@ class Session:
             overrides = tuple((pattern, mpjax.get_policy(other)) for pattern, other in options.overrides)
             self.policy = dataclasses.replace(self.policy, overrides=(*self.policy.overrides, *overrides))
             lists = {"allow": options.allow, "deny": options.deny, "infer": options.infer}
-            filled_lists: dict[str, Any] = {name: entries for name, entries in lists.items() if entries}
+            filled_lists: dict[str, Any] = {name: tuple(entries) for name, entries in lists.items() if entries}
             if options.attention != "unfused":
                 filled_lists["attention"] = options.attention
             self._matched: set[Any] = set()
@@ -143,9 +162,10 @@ class Session:
                 self._read_rules(filled_lists)
         except (ValueError, TypeError) as error:
             raise LaunchError(str(error)) from error
-        dtypes = {self.policy.compute_dtype, *(other.compute_dtype for _, other in self.policy.overrides)}
-        self.half = next((np.dtype(d).name for d in sorted(dtypes, key=str) if np.dtype(d).name in HALF), "float32")
-        self.scales = "float16" in {np.dtype(d).name for d in dtypes}
+        policies = (self.policy, *(other for _, other in self.policy.overrides))
+        dtypes = {np.dtype(policy.compute_dtype).name for policy in policies}
+        self.active = not dtypes.isdisjoint(HALF)  # whether the launcher replaces the gradients of the script
+        self.scales = "float16" in dtypes
         if options.any_gradient and self.scales:
             raise LaunchError(
                 "--any-gradient: nothing would keep a non-finite float16 gradient out of parameters that the script "
@@ -155,10 +175,8 @@ class Session:
         self.reruns = self.scales and not options.dry_run
         self.optimizers = 0
         self.parameters = Parameters()
-        self.in_float32: dict[str, str] = {}  # lines that differentiated without an optimizer
-        self.outside_jit: dict[str, str] = {}  # lines whose gradients JAX does not compile
-        self.differentiated_again: dict[str, str] = {}  # lines whose gradients a library differentiates
-        self.rules_not_linear: dict[str, str] = {}  # lines whose gradients a loss scale would change, and the rule
+        # For each reason, the lines whose gradients stay in float32, with the functions.
+        self.kept: dict[str, dict[str, str]] = collections.defaultdict(dict)
         self.differentiated = False  # whether the script called a gradient function, which may have failed
         self.sites: dict[str, str] = {}
         self.explained: set[str] = set()  # the lines in the `--explain` file
@@ -174,28 +192,14 @@ class Session:
         self._entries = setting.rules.entries if setting else ()
 
     @property
-    def active(self) -> bool:
-        """Whether the launcher replaces the gradients of the script."""
-        return self.half != "float32"
-
-    def active_for(self, positional: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        """Whether a gradient can be taken in half: no further option is set, such as `holomorphic` or `allow_int`."""
-        return self.active and not any(positional) and not any(options.values())
-
-    @property
     def casts(self) -> bool:
         """Whether the script may train by now. Until then nothing of it is cast."""
         return bool(self.optimizers) or (self.options.any_gradient and not self.scales)
 
-    def gives_way(self, fun: Any, line: str) -> bool:
-        """Whether a gradient stays float32 because a library differentiates it again.
-
-        The launcher would not see an overflow of the second derivative, which no loss scale of its own protects.
-        """
-        gives_way = self.scales and enclosing_scale() is None and compat.is_differentiating()
-        if gives_way:
-            self.differentiated_again.setdefault(line, function_name(fun))
-        return gives_way
+    def keep(self, reason: str, line: str, name: str) -> bool:
+        """Records that the gradients of a function stay in float32. Returns False."""
+        self.kept[reason].setdefault(line, name)
+        return False
 
     def trains(self, fun: Any, line: str) -> bool:
         """Whether a gradient is one of the training. Records one that is not.
@@ -204,17 +208,19 @@ class Session:
             fun: The differentiated function.
             line: The line of the script that differentiates.
         """
-        if (scale := enclosing_scale()) is not None and scale.value is None:
+        scale, name = enclosing_scale(), function_name(fun)
+        if scale is not None and scale.value is None:
             return False
         if not self.casts:
-            self.in_float32.setdefault(line, function_name(fun))
-            return False
+            return self.keep(NO_OPTIMIZER + BY_HAND * (not self.scales), line, name)
+        if self.scales and scale is None and compat.is_differentiating():
+            # An overflow of the second derivative could not be seen, and no loss scale protects it.
+            return self.keep(DIFFERENTIATED_AGAIN, line, name)
         if not compat.is_compiling():
             # Each call would be traced and planned again, which costs more than half precision can save.
-            self.outside_jit.setdefault(line, function_name(fun))
-            return False
+            return self.keep(OUTSIDE_JIT, line, name)
         if scale is not None:
-            scale.lines.setdefault(line, function_name(fun))
+            scale.lines.setdefault(line, name)
         return True
 
     def cast(self, name: str, line: str, nested: dict[str, str], differentiated: Sequence[Any]) -> None:

@@ -1,5 +1,7 @@
 """Gradients under the launcher: in half, scaled, finite and correct, however a script computes them."""
 
+import sysconfig
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,18 @@ from flax import nnx
 from jax.example_libraries import optimizers
 
 import mpjax
-from mpjax.launcher import gradients
+from mpjax.launcher import retrying
 from mpjax.launcher.options import LaunchError
-from mpjax.launcher.session import CALLS, RETRIES, SCALE
+from mpjax.launcher.session import (
+    BY_HAND,
+    CALLS,
+    DIFFERENTIATED_AGAIN,
+    NO_OPTIMIZER,
+    NOT_LINEAR,
+    OUTSIDE_JIT,
+    RETRIES,
+    SCALE,
+)
 
 # Each test clears JAX's caches; without this, the same small programs would be compiled again.
 pytestmark = pytest.mark.usefixtures("stored_programs")
@@ -127,7 +138,7 @@ def test_a_step_that_overflowed_lowers_the_scale_of_the_next(launched):
 
 
 def test_the_scale_grows_after_many_finite_steps(launched, monkeypatch):
-    monkeypatch.setattr(gradients, "GROWTH_INTERVAL", 3)
+    monkeypatch.setattr(retrying, "GROWTH_INTERVAL", 3)
     launched(init_scale=8.0)
     optax.sgd(0.1)
     step = jax.jit(lambda p: jax.grad(loss_fn)(p, X))
@@ -252,6 +263,23 @@ def test_derivatives_of_a_gradient_are_right(launched, name, context):
     assert_close(context(DERIVATIVES[name])(params(), X), want, tolerance=1e-2)
 
 
+def test_a_pullback_that_a_library_differentiates_cannot_overflow(launched):
+    """No loss scale protects the second derivative, so the first stays in float32, as that of `jax.grad` does."""
+
+    def pulled_back(p):
+        value, pullback = jax.vjp(lambda p: loss_fn(p, X), p)
+        return pullback(jnp.ones_like(value))[0]
+
+    def far(p):
+        return jax.jvp(pulled_back, (p,), (jax.tree.map(lambda w: 1e5 * w, p),))[1]
+
+    want = jax.device_get(jax.jit(far)(params()))
+    session = launched()
+    optax.sgd(0.1)
+    assert_close(jax.jit(far)(params()), want, tolerance=1e-5)
+    assert list(session.kept) == [DIFFERENTIATED_AGAIN]
+
+
 def test_a_jitted_step_under_vmap_leaves_no_tracer(launched):
     launched()
     optax.sgd(0.1)
@@ -299,7 +327,9 @@ def test_a_gradient_before_any_optimizer_stays_in_float32(launched, policy):
     session = launched(policy=policy)
     step = jax.jit(jax.grad(loss_fn))
     assert_close(step(params(), X), REFERENCE[1.0], tolerance=1e-6)
-    assert list(session.in_float32.values()) == ["loss_fn"]
+    (reason,) = session.kept
+    assert reason == NO_OPTIMIZER + BY_HAND * (policy == "mixed_bfloat16")
+    assert list(session.kept[reason].values()) == ["loss_fn"]
     optax.sgd(0.1)
     assert "f16[" in str(jax.make_jaxpr(step)(params(), X))
     assert not np.array_equal(step(params(), X)["a"], REFERENCE[1.0]["a"])  # compiled again, in half
@@ -338,7 +368,8 @@ def test_a_gradient_that_is_not_compiled_stays_in_float32_and_is_named(launched,
     gradient = jax.grad(loss_fn)
     grads = jax.vmap(gradient, (None, 0))(params(), X[None]) if batched else gradient(params(), X)
     assert_close(jax.tree.map(lambda g: g.reshape(WIDTH, WIDTH), grads), REFERENCE[1.0], 1e-6)
-    assert list(session.outside_jit.values()) == ["loss_fn"]
+    assert list(session.kept) == [OUTSIDE_JIT]
+    assert list(session.kept[OUTSIDE_JIT].values()) == ["loss_fn"]
 
 
 def test_a_gradient_of_a_compiled_loss_is_compiled_once_and_in_half(launched):
@@ -352,7 +383,7 @@ def test_a_gradient_of_a_compiled_loss_is_compiled_once_and_in_half(launched):
     assert_close(grads, REFERENCE[1.0])
     assert not np.array_equal(value, loss_fn(params(), X))
     assert session.sites
-    assert not session.outside_jit
+    assert not session.kept
 
 
 def test_a_body_that_jax_has_traced_is_traced_again_in_another_program(launched):
@@ -479,13 +510,43 @@ def test_a_rule_that_a_loss_scale_would_change_keeps_its_gradient_in_float32(lau
     got = jax.device_get(step(params()))
     if name in RULES:
         jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-9), got, want)
-        assert session.rules_not_linear
+        assert list(session.kept) == [NOT_LINEAR]
         assert not session.sites
     else:
         jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=0.05, atol=1e-3 * np.abs(w).max()), got, want)
-        assert not session.rules_not_linear
+        assert not session.kept
         if not all((w == 0).all() for w in jax.tree.leaves(want)):  # A zero is not computed.
             assert half(step, params())
+
+
+LIBRARY = """
+import jax
+import jax.numpy as jnp
+identity = jax.custom_vjp(lambda x: x)
+identity.defvjp(lambda x: (x, x), lambda x, g: (jnp.clip(g, -1e-3, 1e-3),))
+clipped = jax.jit(identity)
+"""
+
+
+def test_a_rule_in_a_jitted_function_of_a_library_is_seen_in_every_program(launched):
+    """JAX keeps what it made of such a function: a second program must not miss the rule."""
+
+    def steps():
+        library = {"__name__": "a_library"}
+        exec(compile(LIBRARY, f"{sysconfig.get_path('purelib')}/a_library.py", "exec"), library)
+        first = jax.jit(lambda p, x: of_a_penalty(library["clipped"], p, x))
+        second = jax.jit(lambda p, x: jax.tree.map(jnp.negative, of_a_penalty(library["clipped"], p, x)))
+        for step, x in ((first, X), (second, X), (first, X[:4]), (jax.jit(jax.vmap(first, (None, 0))), X[None])):
+            yield jax.device_get(step(params(), x))
+
+    want = list(steps())
+    launched()
+    early = steps()
+    got = [next(early)]  # before the optimizer is built
+    optax.sgd(0.1)
+    got += [*early, *steps()]
+    for g, w in zip(got, want * 2, strict=True):
+        jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-9), g, w)
 
 
 def test_bfloat16_keeps_no_gradient_in_float32_for_a_rule(launched):
