@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import pathlib
 import re
 
+_COMPUTATION = re.compile(r"(?ms)^(ENTRY )?%?([\w.\-]+) (?:\(.*?\) -> .*?)?\{\n(.*?)^\}")
 _DEFINED = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\) |\S+)")
 _TYPE = re.compile(r"(\w+)\[([\d,]*)\]")
 _PRODUCT = re.compile(r" (dot|convolution)\(([^)]*)\)")
@@ -28,9 +30,22 @@ def half_share(folder: pathlib.Path) -> float | None:
     return half / total if total else None
 
 
+def digest(folder: pathlib.Path) -> str:
+    """A hash of the programs of an XLA dump that compute in half, without their metadata (the lines of the source).
+
+    Others may have come from a cache of compiled programs, which the dump does not have.
+    """
+    programs = set()
+    for path in folder.glob("*before_optimizations.txt"):
+        text = "\n".join(line.partition(", metadata=")[0] for line in path.read_text().splitlines())
+        if "f16[" in text:
+            programs.add("\n".join(lines for *_, lines in _COMPUTATION.findall(text)))
+    return hashlib.sha256("\n".join(sorted(programs)).encode()).hexdigest()[:12]
+
+
 def products(text: str) -> list[tuple[int, set[str]]]:
     """The FLOPs and operand dtypes of each product in a module."""
-    blocks = re.findall(r"(?ms)^(ENTRY )?%?([\w.\-]+) (?:\(.*?\) -> .*?)?\{\n(.*?)^\}", text)
+    blocks = _COMPUTATION.findall(text)
     computations = {name: lines.splitlines() for _, name, lines in blocks}
     found, waiting = [], [name for entry, name, _ in blocks if entry]
     for name in waiting:

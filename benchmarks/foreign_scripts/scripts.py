@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import functools
@@ -19,7 +20,7 @@ from importlib.metadata import version
 from typing import Any
 
 from benchmarks.foreign_scripts.data import mnist_of_jax_examples, write_models, write_texts
-from benchmarks.foreign_scripts.hlo import half_share
+from benchmarks.foreign_scripts.hlo import digest, half_share
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 STAND_INS = pathlib.Path(__file__).parent / "stand_ins"
@@ -300,22 +301,58 @@ LEFT_OUT = {
 }
 
 
-def code_of(script: Script) -> str:
-    """A hash of all that a row depends on: the script's entry, the code of mpjax and the version of JAX."""
-    files = sorted((ROOT / "mpjax").rglob("*.py"))
-    code = "".join([repr(script), version("jax"), *(file.read_text() for file in files)])
-    return hashlib.sha256(code.encode()).hexdigest()[:12]
+def entry_of(script: Script) -> str:
+    """A hash of what the run of a script in float32 depends on: its entry, generated data and the version of JAX."""
+    files = [pathlib.Path(__file__).parent / "data.py", STAND_INS / "sitecustomize.py"]
+    return _hash([repr(script), version("jax"), *map(_statements, files)])
+
+
+@functools.cache
+def code() -> str:
+    """A hash of the code of mpjax that a launched script runs, without comments and layout.
+
+    A test checks that it runs no other part of mpjax.
+    """
+    parts = ("launcher", "casting", "_jaxpr", "loss_scale", ".")
+    files = [file for part in parts for file in sorted((ROOT / "mpjax" / part).glob("*"))]
+    texts = [_statements(file) if file.suffix == ".py" else file.read_text() for file in files if file.is_file()]
+    return _hash(texts)
+
+
+def _statements(file: pathlib.Path) -> str:
+    return ast.dump(ast.parse(file.read_text()))
+
+
+def _hash(texts: list[str]) -> str:
+    return hashlib.sha256("".join(texts).encode()).hexdigest()[:12]
+
+
+def kept(folder: pathlib.Path, script: Script, row: dict[str, Any]) -> dict[str, Any] | None:
+    """A row that was measured with other code of mpjax, if that code gives the same programs and results in half.
+
+    What is the same is not measured again: the runs in float32, the first scale that overflows, and the time.
+    """
+    if "programs" not in row or row["script"] != entry_of(script):
+        return None
+    with tempfile.TemporaryDirectory() as cache:
+        _write_models(script, cache)
+        runs = {name: run(folder, script, cache, SEEDS[0], f"mixed_{name}", dump=True) for name in row["programs"]}
+    same = all(
+        found["code"] == 0 and found["programs"] == row["programs"][name] and found["result"] == row[name]
+        for name, found in runs.items()
+    )
+    return row | {"code": code(), "said": runs["float16"]["said"]} if same else None
 
 
 def row_of(folder: pathlib.Path, script: Script) -> dict[str, Any]:
     """The results of a script: in float32 by seeds, in half, and with a first scale that overflows."""
+    head = {"script": entry_of(script), "code": code()}
     with tempfile.TemporaryDirectory() as cache:
-        if HUGGING_FACE in script.path:
-            write_models(pathlib.Path(cache) / "models")
+        _write_models(script, cache)
         process = functools.partial(run, folder, script, cache)
         plain = [process(SEEDS[0])]
         if plain[0]["code"]:
-            return {"error": plain[0]["error"]}
+            return {**head, "error": plain[0]["error"]}
         plain.append(process(SEEDS[1]))
         if plain[0]["result"] != plain[1]["result"]:  # Otherwise the number does not depend on the seed.
             plain.append(process(SEEDS[2]))
@@ -324,11 +361,13 @@ def row_of(folder: pathlib.Path, script: Script) -> dict[str, Any]:
             "planted": process(SEEDS[0], "mixed_float16", "--init-scale", "16777216"),
         }
         if script.bfloat16:
-            runs["bfloat16"] = process(SEEDS[0], "mixed_bfloat16")
+            runs["bfloat16"] = process(SEEDS[0], "mixed_bfloat16", dump=True)
     faults = [f"{name}: exit code {found['code']}: {found['error']}" for name, found in runs.items() if found["code"]]
     faults += [f"{name}: other output" for name, found in runs.items() if found["shape"] != plain[0]["shape"]]
     faults += [f"{name}: says nothing" for name, found in runs.items() if not found["said"]]
     return {
+        **head,
+        "programs": {name: found["programs"] for name, found in runs.items() if name != "planted"},
         "float32": [found["result"] for found in plain],
         **{name: found["result"] for name, found in runs.items()},
         "share": runs["float16"]["share"],
@@ -339,6 +378,11 @@ def row_of(folder: pathlib.Path, script: Script) -> dict[str, Any]:
         "faults": faults,
         "cpu_seconds": round(sum(found["seconds"] for found in [*plain, *runs.values()])),
     }
+
+
+def _write_models(script: Script, cache: str) -> None:
+    if HUGGING_FACE in script.path:
+        write_models(pathlib.Path(cache) / "models")
 
 
 def run(
@@ -384,7 +428,7 @@ def run(
             text=True,
         )
         seconds = _cpu_seconds() - before
-        share = half_share(folder_of_dump)
+        share, programs = half_share(folder_of_dump), digest(folder_of_dump)
     # The launcher writes numbers to stderr too: only a pattern of the script's own is looked for there.
     found = re.findall(script.result, done.stdout if script.result == _ANY else done.stdout + done.stderr)
     errors = [line for line in done.stderr.splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)]
@@ -395,6 +439,7 @@ def run(
         "result": float(found[-1].rstrip(",}'")) if found else None,
         "seconds": round(seconds, 2),
         "share": None if share is None else round(share, 4),
+        "programs": programs,
         "shape": re.sub(r"([\d.e+-]|nan|\s)+", "#", done.stdout),  # an array's numbers have columns
         "said": _said(done.stderr),
     }
@@ -459,7 +504,7 @@ def table(rows: dict[str, Any]) -> str:
     left = [f"- {name}: {why}." for name, why in LEFT_OUT.items()]
     for what, names in (
         ("Not run yet", [name for name in SCRIPTS if name not in rows]),
-        ("Measured with other code of mpjax", [name for name in rows if rows[name]["code"] != code_of(SCRIPTS[name])]),
+        ("Measured with other code of mpjax", [name for name in rows if rows[name]["code"] != code()]),
     ):
         if names:
             left.append(f"- {what}: {', '.join(names)}.")
