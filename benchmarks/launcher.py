@@ -1,16 +1,21 @@
 """What `python -m mpjax run` costs, and what it does to scripts: `python -m benchmarks.launcher`.
 
 - Start-up: the CPU time of processes that import JAX, Flax and optax, with and without the launcher, alternately.
-- Step: the CPU time of a step of an unmodified script, over that of the same step written with mpjax's API,
-  alternately in one process.
+- First call: the CPU time to trace and compile a step, over that of plain JAX, alternately in one process; also of the
+  step with mpjax's API, and of a model that is written in float16.
+- Eager gradients: the same for `jax.grad` outside of `jax.jit`.
+- Step: the CPU time of a step of an unmodified script, over that of the same step written with mpjax's API.
 - Scripts of others, `--foreign FOLDER`: the folder holds fetched repositories (`jax`, `flax`, `optax`, ...).
   `benchmarks/foreign_scripts` names the scripts of them that run here, unmodified, on tiny data. Run again, the command
-  continues an interrupted table: it keeps the rows that are right and were measured with the same code.
+  continues an interrupted table: it keeps the rows that are right and were measured with the same code, or with code
+  that gave the same programs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import pathlib
 import resource
@@ -19,13 +24,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from benchmarks import RESULTS
+from perf.timing import interleaved, ratios
 
 ROOT = pathlib.Path(__file__).parent.parent
-PARTS = ("startup", "step")
+PARTS = ("startup", "compile", "eager", "step")
+PERCEPTRON, API = "perceptron", "mpjax's API"
+PROGRAMS = (PERCEPTRON, "linen_transformer", "linen_unet")
 IMPORTS = "import jax, flax.linen, flax.nnx, optax\n"
 
 
@@ -54,73 +62,153 @@ def cpu_seconds(command: list[str]) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def measure_step(rounds: int, width: int = 256, batch: int = 512) -> dict[str, Any]:
-    """The time of a step under the launcher, over that of the same step with mpjax's API."""
+Maker = Callable[[], Callable[[], Any]]
+
+
+def forms(name: str) -> dict[str, Maker]:
+    """Makers of a training step: each compiles the step, calls it, and returns a function that calls it again."""
     import jax
-    import jax.numpy as jnp
     import optax
 
     import mpjax
-    from mpjax.launcher import hooks
-    from mpjax.launcher.options import Options
-    from perf.timing import interleaved, ratios
+    from testing.zoo import REGISTRY
+
+    by_hand = None if name == PERCEPTRON else REGISTRY[name].handwritten(jax.numpy.float16)
+    loss_fn, params, batch = perceptron() if name == PERCEPTRON else REGISTRY[name].make(jax.random.key(0))
+
+    def maker(tx: Any, grads_of: Callable[..., Any], policy: str = "") -> Maker:
+        def make() -> Callable[[], Any]:
+            with launched(policy) if policy else contextlib.nullcontext():
+                optimizer = tx()
+                carried = [params, optimizer.init(params)]
+
+                @jax.jit
+                def step(params: Any, state: Any) -> Any:
+                    loss, grads = grads_of(params, state)
+                    updates, state = optimizer.update(grads, state, params)
+                    return optax.apply_updates(params, updates), state, loss
+
+                def call() -> Any:
+                    carried[0], carried[1], loss = step(*carried)
+                    return jax.block_until_ready((carried[0], loss))
+
+                call()
+                return call
+
+        return make
+
+    def adam() -> Any:
+        return optax.adam(1e-3)
+
+    def plain(p: Any, s: Any) -> Any:
+        return jax.value_and_grad(loss_fn)(p, batch)
+
+    cast = mpjax.autocast(loss_fn)
+    found = {
+        "plain": maker(adam, plain),
+        "launcher": maker(adam, plain, "mixed_float16"),
+        "launcher, bfloat16": maker(adam, plain, "mixed_bfloat16"),
+        API: maker(lambda: mpjax.dynamic_loss_scale(adam()), lambda p, s: mpjax.value_and_grad(cast, s)(p, batch)),
+    }
+    if by_hand is not None:
+        found["written in float16"] = maker(adam, lambda p, s: jax.value_and_grad(by_hand)(p, batch))
+    return found
+
+
+def perceptron(width: int = 256, rows: int = 512) -> tuple[Any, Any, Any]:
+    """A loss function, its params and its batch."""
+    import jax
+    import jax.numpy as jnp
 
     keys = jax.random.split(jax.random.key(0), 5)
     params = [jax.random.normal(key, (width, width)) / width**0.5 for key in keys]
-    x = jax.random.normal(keys[0], (batch, width))
 
     def loss_fn(params: Any, x: Any) -> Any:
         for w in params[:-1]:
             x = jax.nn.relu(x @ w)
         return jnp.mean((x @ params[-1]) ** 2)
 
-    def step_runner(tx: Any, grads_of: Callable[..., Any]) -> Callable[[], Any]:
-        carried = [params, tx.init(params)]
+    return loss_fn, params, jax.random.normal(keys[0], (rows, width))
 
-        @jax.jit
-        def step(params: Any, state: Any) -> Any:
-            loss, grads = grads_of(params, state)
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, loss
 
-        def call() -> Any:
-            carried[0], carried[1], loss = step(*carried)
-            return carried[0], loss
+@contextlib.contextmanager
+def launched(policy: str) -> Iterator[None]:
+    """JAX and optax as a launched script sees them."""
+    from mpjax.launcher import hooks
+    from mpjax.launcher.options import Options
 
-        call()
-        return call
-
-    cast = mpjax.autocast(loss_fn)
-    runs = {
-        "mpjax's API": step_runner(
-            mpjax.dynamic_loss_scale(optax.adam(1e-3)), lambda p, s: mpjax.value_and_grad(cast, s)(p, x)
-        )
-    }
-    patches = hooks.patch(Options(quiet=True))
+    patches = hooks.patch(Options(policy=policy, quiet=True))
     try:
-        runs["launcher"] = step_runner(optax.adam(1e-3), lambda p, s: jax.value_and_grad(loss_fn)(p, x))
+        yield
     finally:
         patches.undo()
+
+
+def measure_compile(rounds: int) -> dict[str, Any]:
+    """The time of the first call of a step, which traces and compiles it, over that in float32."""
+    return {name: _ratios(dict(forms(name)), rounds, "plain") for name in PROGRAMS}
+
+
+def measure_eager(rounds: int) -> dict[str, Any]:
+    """The time of a gradient outside of `jax.jit`, over that without the launcher."""
+    import jax
+    import optax
+
+    loss_fn, params, batch = perceptron(width=32, rows=32)
+    results = {}
+    for name, compiled in ("loss", False), ("compiled loss", True):
+        runs = {}
+        for form in "plain", "launcher":
+            with launched("mixed_float16") if form == "launcher" else contextlib.nullcontext():
+                optax.adam(1e-3)
+                gradient = jax.grad(jax.jit(loss_fn) if compiled else loss_fn)
+                gradient(params, batch)
+            runs[form] = functools.partial(gradient, params, batch)
+        results[name] = _ratios(runs, rounds, "plain")
+    return results
+
+
+def measure_step(rounds: int) -> dict[str, Any]:
+    """The time of a step under the launcher, over that of the same step with mpjax's API."""
+    return {
+        name: _ratios({form: make() for form, make in forms(name).items() if form in (API, "launcher")}, rounds, API)
+        for name in PROGRAMS
+    }
+
+
+def _ratios(runs: dict[str, Callable[[], Any]], rounds: int, base: str) -> dict[str, Any]:
     # Other processes disturb CPU seconds less than the wall time.
-    return ratios(interleaved(runs, rounds, clock=time.process_time), "mpjax's API")
+    return ratios(interleaved(runs, rounds, warmup=1, clock=time.process_time), base)
 
 
 def table(results: dict[str, Any]) -> str:
-    """Markdown: all measured parts."""
+    """Markdown: all measured parts. Times are CPU time."""
     lines = []
     if startup := results.get("startup"):
         low, high = startup["more_quartiles"]
         lines.append(
             f"Start-up: {startup['more']:.2f} s more ({low:.2f} to {high:.2f}) than the {startup['plain']:.2f} s that "
-            "plain Python takes to import JAX, Flax and optax (CPU time)."
+            "plain Python takes to import JAX, Flax and optax."
         )
-    if step := results.get("step"):
-        low, high = step["launcher"]["ratio_quartiles"]
-        lines.append(
-            f"\nA step: {step['launcher']['ratio']:.3f} ({low:.3f} to {high:.3f}) of the same step written with "
-            f"mpjax's API, {step[next(iter(step))]['milliseconds']} ms (CPU time)."
-        )
-    return "\n".join(lines) + "\n"
+    titles = {
+        "compile": ("The first call of a step, which traces and compiles it", "plain"),
+        "eager": ("A gradient outside of `jax.jit`", "plain"),
+        "step": ("A step", API),
+    }
+    for part, (title, base) in titles.items():
+        if part in results:
+            lines += ["", f"{title}:", "", f"| | {base}, ms | over it |", "|---|---|---|"]
+        for name, row in results.get(part, {}).items():
+            cells = (f"{form} {_with_quartiles(found)}" for form, found in row.items() if form != base)
+            lines.append(f"| {name} | {row[base]['milliseconds']:.3g} | {'; '.join(cells)} |")
+    return (
+        "\n".join([*lines, "", "All times are CPU times, ratios medians (quartiles) of rounds in one process."]) + "\n"
+    )
+
+
+def _with_quartiles(found: dict[str, Any]) -> str:
+    low, high = found["ratio_quartiles"]
+    return f"{found['ratio']:.2f} ({low:.2f} to {high:.2f})"
 
 
 def run_foreign(folder: pathlib.Path, names: Sequence[str], out: pathlib.Path) -> None:
@@ -131,11 +219,11 @@ def run_foreign(folder: pathlib.Path, names: Sequence[str], out: pathlib.Path) -
     path = out / "launcher_foreign_cpu.json"
     rows = json.loads(path.read_text())["results"] if path.exists() else {}
     for name in names:
-        script = scripts.SCRIPTS[name]
-        code = scripts.code_of(script)
-        is_kept = name in rows and rows[name]["code"] == code and scripts.verdict(rows[name]) == "yes"
-        if not is_kept and (folder / script.path).exists():
-            rows[name] = {"code": code, **scripts.row_of(folder, script)}
+        script, row = scripts.SCRIPTS[name], rows.get(name)
+        is_right = row is not None and scripts.verdict(row) == "yes"
+        is_current = is_right and row["code"] == scripts.code() and row["script"] == scripts.entry_of(script)
+        if not is_current and (folder / script.path).exists():
+            rows[name] = (scripts.kept(folder, script, row) if is_right else None) or scripts.row_of(folder, script)
             rows = {name: rows[name] for name in scripts.SCRIPTS if name in rows}
             save("launcher_foreign", rows, out).with_suffix(".md").write_text(scripts.table(rows))
     print(scripts.table(rows))
@@ -162,11 +250,14 @@ def main() -> None:
         path = save("launcher", results, args.out)
         path.with_suffix(".md").write_text(table(results))
 
-    if "startup" in args.parts:
-        results["startup"] = measure_startup(7)
-        write()
-    if "step" in args.parts:
-        results["step"] = measure_step(args.rounds)
+    measures = {
+        "startup": lambda: measure_startup(7),
+        "compile": lambda: measure_compile(max(args.rounds // 25, 2)),
+        "eager": lambda: measure_eager(args.rounds),
+        "step": lambda: measure_step(args.rounds),
+    }
+    for part in args.parts:
+        results[part] = measures[part]()
         write()
     print(table(results))
 
