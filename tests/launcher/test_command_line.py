@@ -73,6 +73,14 @@ def test_a_script_runs_in_half_and_prints_a_summary(script, tmp_path):
     assert "dot_general" in (tmp_path / "plan.txt").read_text()
 
 
+def test_a_launched_script_loads_only_what_training_needs(script):
+    """`benchmarks.launcher` measures scripts of others again if this code changes, and no other."""
+    loaded = "print(*(m.removeprefix('mpjax.') for m in sys.modules if m.startswith('mpjax.')))"
+    modules = run("--quiet", script(LINEAR + loaded)).stdout.splitlines()[-1].split()
+    parts = {name.partition(".")[0] for name in modules if name not in ("inspection", "inspection.tools")}
+    assert parts == {"_jaxpr", "_lazy", "casting", "launcher", "loss_scale", "modules", "policy"}
+
+
 def test_a_module_runs_with_its_arguments_and_quietly(script, tmp_path):
     optax_first = LINEAR.replace("import sys, ", "import optax, sys, ")
     script(optax_first + "print(__name__, __spec__.name, sys.argv[0])", "my_trainer.py")
