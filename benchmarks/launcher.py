@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import RESULTS
@@ -176,7 +176,7 @@ def measure_step(rounds: int) -> dict[str, Any]:
     }
 
 
-def _ratios(runs: dict[str, Callable[[], Any]], rounds: int, base: str) -> dict[str, Any]:
+def _ratios(runs: Mapping[str, Callable[[], Any]], rounds: int, base: str) -> dict[str, Any]:
     # Other processes disturb CPU seconds less than the wall time.
     return ratios(interleaved(runs, rounds, warmup=1, clock=time.process_time), base)
 
@@ -220,10 +220,10 @@ def run_foreign(folder: pathlib.Path, names: Sequence[str], out: pathlib.Path) -
     rows = json.loads(path.read_text())["results"] if path.exists() else {}
     for name in names:
         script, row = scripts.SCRIPTS[name], rows.get(name)
-        is_right = row is not None and scripts.verdict(row) == "yes"
-        is_current = is_right and row["code"] == scripts.code() and row["script"] == scripts.entry_of(script)
+        right = row if row is not None and scripts.verdict(row) == "yes" else None
+        is_current = right and right["code"] == scripts.code() and right["script"] == scripts.entry_of(script)
         if not is_current and (folder / script.path).exists():
-            rows[name] = (scripts.kept(folder, script, row) if is_right else None) or scripts.row_of(folder, script)
+            rows[name] = (right and scripts.kept(folder, script, right)) or scripts.row_of(folder, script)
             rows = {name: rows[name] for name in scripts.SCRIPTS if name in rows}
             save("launcher_foreign", rows, out).with_suffix(".md").write_text(scripts.table(rows))
     print(scripts.table(rows))
