@@ -155,7 +155,7 @@ def first_catch(mutation: Mutation, numbers: range) -> tuple[int, str] | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--examples", type=int, default=140, help="numbers of programs, from 0")
+    parser.add_argument("--examples", type=int, default=200, help="numbers of programs, from 0")
     parser.add_argument("--only", default="", help="text in the names of the mutations that run")
     args = parser.parse_args()
     missed = []

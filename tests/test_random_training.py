@@ -10,7 +10,7 @@ import pytest
 
 from testing.random_training import Rejected, check, numbered_case
 
-EXAMPLES = 140
+EXAMPLES = 200
 # CI runs half of them with the oldest JAX, the others with the newest.
 IS_NEWEST = jax.__version_info__ >= (0, 12)
 
