@@ -36,6 +36,8 @@ LAYERS = """
     dot_product_attention embedding_tied moe_ragged conv_pooling contrastive cond_branches
     checkpoint_policies jit_nested
 """.split()
+# Convolutions only, and one that needs two devices to trace.
+WITHOUT_FLOAT8 = "linen_unet conv_pooling pmap_replicas".split()
 # Loops carry some scalars in addition to arrays: a counter, a flag, a loss.
 SCALARS = 64
 
@@ -90,16 +92,17 @@ def test_gradients_are_as_close_as_rounding_allows(name):
 
 
 @pytest.mark.filterwarnings("ignore:autocast. cpu is not known to have float8")
-@pytest.mark.parametrize("name", [name for name in LAYERS if name != "conv_pooling"])
-def test_float8_matmuls_of_each_kind_of_layer(name):
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name not in WITHOUT_FLOAT8])
+def test_float8_matmuls_of_all_programs(name):
     found, expected = (harness.structure(name, "plain", caster, "bfloat16") for caster in (float8, harness.identity))
     assert jax.tree.leaves(found.outputs) == jax.tree.leaves(expected.outputs)
     assert found.half_share == 1.0
     assert found.risky == []
     matmuls = measures.matmuls_of(harness.plain(name, float8, "bfloat16")[0])
     assert any(measures.FLOAT8.issuperset(matmul.in_dtypes) for matmul in matmuls)
-    limit = harness.error_limit(evaluated.rounding_error(name, "float8_e4m3fn"), "float8_e4m3fn")
-    assert evaluated.gradient_error(name, float8, "bfloat16") <= limit
+    if name not in BEYOND_NUMPY:
+        limit = harness.error_limit(evaluated.rounding_error(name, "float8_e4m3fn"), "float8_e4m3fn")
+        assert evaluated.gradient_error(name, float8, "bfloat16") <= limit
 
 
 @pytest.mark.parametrize(
