@@ -82,7 +82,8 @@ def test_family_starts_and_trains_in_half(name):
     if len(family.losses) == 1 and family.prepare is None:
         first = float32_losses(family)(variables, batch)
         assert losses[0] == pytest.approx(first, rel=5e-3, abs=5e-3)
-        assert losses[-1] < losses[0] or name not in TRAINED
+        if name in TRAINED:
+            assert losses[-1] < losses[0]
     assert {x.dtype for x in jax.tree.leaves(state["variables"])} == {np.dtype("float32")}
     skipped = [int(s.skipped_steps) for s in scale_states(state)]
     assert skipped == [int(name in OVERFLOWING)] * len(family.losses)

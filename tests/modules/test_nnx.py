@@ -163,3 +163,11 @@ def test_assigning_to_a_cast_parameter_is_an_error_and_loses_no_state():
     kept = mpjax.with_policy(model, "float32")
     kept(np.ones((1, 4), np.float32))
     np.testing.assert_array_equal(kept.kernel[...], 2 * np.asarray(model.kernel[...]))
+
+
+def test_a_norm_subtracts_its_running_mean_in_float32():
+    norm = nnx.BatchNorm(8, use_running_average=True, rngs=nnx.Rngs(KEY))
+    x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    norm.mean[...], expected = jnp.full(8, 1000.4), x / np.sqrt(1 + 1e-5)  # the nearest float16 is 1000.5
+    found = mpjax.with_policy(norm, "mixed_float16")(x + np.float32(1000.4))
+    np.testing.assert_allclose(found, expected, atol=4e-3)
