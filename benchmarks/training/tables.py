@@ -91,7 +91,7 @@ bytes; a matmul (a convolution and fused attention included) counts once. {memor
 not measured: each kernel takes{launch} the longer of two times: that of its bytes at the published bandwidth
 ({rates.bandwidth:.3g} bytes/s), and that of the FLOPs of its matmuls and convolutions at the peak rate of their dtype
 ({rates.float16:.4g} FLOP/s in half, {rates.tfloat32:.4g} for float32 at JAX's default precision, {rates.float32:.3g} in
-full float32). Sources: {rates.source}; {source}."""
+full float32). {sources}."""
 _LOWERED = "Lowered and not compiled: {missing}."
 
 
@@ -106,8 +106,13 @@ def _compiled(target: Target) -> str:
         else "Values in the\nchip's vector memory cost no bandwidth.",
         launch=" 3 µs for its launch, and" if gpu else "",
         rates=target.rates,
-        source=target.source,
+        sources=_sources(target.rates.source, target.source),
     )
+
+
+def _sources(*named: str) -> str:
+    once = list(dict.fromkeys(named))
+    return f"Source{'s' * (len(once) > 1)}: {'; '.join(once)}"
 
 
 def dry_run_table(content: dict[str, Any], target: Target) -> str:

@@ -199,6 +199,7 @@ def test_dry_run_table_states_that_nothing_ran():
     }
     text = dry_run_table({"results": {"ncf": rows}}, TARGETS["h200"])
     assert "for an H200 without a device: the programs were not autotuned and\nnever ran" in text
+    assert "full float32). Source: NVIDIA H200 datasheet (SXM)." in text
     rest = "10 | 0 of 3 | 1.0 s |"
     assert f"| float32 | 2.00 GB | 1.00 | - | 4.0 GB | 1.00 | - | 500.0 ms | 1.00 | - | - | {rest}" in text
     bytes_and_time = "3.0 GB | 0.75 | 1.50 | 250.0 ms | 0.50 | - | 1.00"
