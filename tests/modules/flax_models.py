@@ -94,25 +94,6 @@ class Recurrent(nn.Module):
         return nn.Dense(4)(nn.RNN(self.make_cell())(x))
 
 
-class RawMatmul(nn.Module):
-    """A layer that a user wrote: its own parameters, its own matmul and its own norm."""
-
-    @nn.compact
-    def __call__(self, x):
-        w = self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], 16))
-        b = self.param("b", nn.initializers.zeros, (16,))
-        x = HandWrittenNorm()(jnp.tanh(x @ w + b))
-        v = self.param("v", nn.initializers.lecun_normal(), (16, 4))
-        return jnp.einsum("bi,ij->bj", x, v)
-
-
-class HandWrittenNorm(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * scale
-
-
 class HandWrittenCell(nn.RNNCellBase):
     features: int = 8
 
@@ -130,48 +111,6 @@ class HandWrittenCell(nn.RNNCellBase):
     @property
     def num_feature_axes(self):
         return 1
-
-
-class ScanBlock(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return x + nn.Dense(x.shape[-1])(nn.relu(nn.LayerNorm()(x))), None
-
-
-class ScanRemat(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        block = nn.scan(
-            nn.remat(ScanBlock, prevent_cse=False),
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            length=3,
-        )
-        x, _ = block()(x, None)
-        return nn.remat(MLP)()(x)
-
-
-class Vmapped(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        ensemble = nn.vmap(MLP, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=2)
-        return ensemble()(x).mean(0)
-
-
-class Shared(nn.Module):
-    """One Dense used three times, once inside another module that receives it."""
-
-    @nn.compact
-    def __call__(self, x):
-        dense = nn.Dense(16)
-        return nn.Dense(4)(Twice(dense)(dense(x)))
-
-
-class Twice(nn.Module):
-    layer: nn.Module
-
-    def __call__(self, x):
-        return self.layer(nn.relu(self.layer(nn.relu(x))))
 
 
 class Layers(nn.Module):
@@ -221,17 +160,12 @@ LINEN = {
     "resnet": Case(ResNet, _normal(4, 8, 8, 3)),
     "transformer": Case(Transformer, _tokens),
     "lstm": Case(lambda: Recurrent(lambda: nn.LSTMCell(8)), _normal(3, 5, 6)),
-    "optimized_lstm": Case(lambda: Recurrent(lambda: nn.OptimizedLSTMCell(8)), _normal(3, 5, 6)),
     "gru": Case(lambda: Recurrent(lambda: nn.GRUCell(8)), _normal(3, 5, 6)),
     "mgu": Case(lambda: Recurrent(lambda: nn.MGUCell(8)), _normal(3, 5, 6)),
     "simple_cell": Case(lambda: Recurrent(lambda: nn.SimpleCell(8)), _normal(3, 5, 6)),
     "conv_lstm": Case(lambda: nn.RNN(nn.ConvLSTMCell(4, (3, 3))), _normal(2, 3, 4, 4, 2)),
     "hand_written_cell": Case(lambda: Recurrent(HandWrittenCell), _normal(3, 5, 6)),
     "bidirectional": Case(lambda: nn.Bidirectional(nn.RNN(nn.LSTMCell(4)), nn.RNN(nn.GRUCell(4))), _normal(3, 5, 6)),
-    "raw_matmul": Case(RawMatmul, _normal(4, 8)),
-    "scan_remat": Case(ScanRemat, _normal(4, 8)),
-    "vmap": Case(Vmapped, _normal(4, 8)),
-    "shared": Case(Shared, _normal(4, 16)),
     "layers": Case(Layers, _normal(2, 8, 8, 3)),
     "hands_dtype_on": Case(HandsDtypeOn, _normal(8, 8)),
 }
@@ -308,66 +242,6 @@ class NnxRecurrent(nnx.Module):
         return self.head(self.rnn(x))
 
 
-class NnxRawMatmul(nnx.Module):
-    def __init__(self, rngs):
-        self.w = nnx.Param(jax.random.normal(rngs.params(), (8, 16)) / 3)
-        self.b = nnx.Param(jnp.zeros(16))
-        self.norm = NnxHandWrittenNorm()
-        self.rest = nnx.List([nnx.Param(jax.random.normal(rngs.params(), (16, 4)) / 4)])
-
-    def __call__(self, x):
-        x = self.norm(jnp.tanh(x @ self.w + self.b))
-        return jnp.einsum("bi,ij->bj", x, self.rest[0][...])
-
-
-class NnxHandWrittenNorm(nnx.Module):
-    def __init__(self):
-        self.scale = nnx.Param(jnp.ones(16))
-
-    def __call__(self, x):
-        return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * self.scale
-
-
-class NnxScanRemat(nnx.Module):
-    def __init__(self, rngs):
-        self.blocks = nnx.vmap(NnxBlock, in_axes=0)(rngs.split(3))
-        self.mlp = NnxMLP(rngs)
-
-    def __call__(self, x):
-        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        @nnx.remat
-        def stack(block, x):
-            return block(x)
-
-        return nnx.remat(lambda mlp, x: mlp(x))(self.mlp, stack(self.blocks, x))
-
-
-class NnxBlock(nnx.Module):
-    def __init__(self, rngs):
-        self.norm, self.linear = nnx.LayerNorm(8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.linear(nnx.relu(self.norm(x)))
-
-
-class NnxVmapped(nnx.Module):
-    def __init__(self, rngs):
-        self.ensemble = nnx.vmap(NnxMLP, in_axes=0)(rngs.split(2))
-
-    def __call__(self, x):
-        return nnx.vmap(lambda model, x: model(x), in_axes=(0, None))(self.ensemble, x).mean(0)
-
-
-class NnxShared(nnx.Module):
-    def __init__(self, rngs):
-        self.first = nnx.Linear(16, 16, rngs=rngs)
-        self.again = self.first
-        self.head = nnx.Linear(16, 4, rngs=rngs)
-
-    def __call__(self, x):
-        return self.head(jnp.tanh(self.again(jnp.tanh(self.first(x)))))
-
-
 class NnxLayers(nnx.Module):
     def __init__(self, rngs):
         self.conv = nnx.Conv(3, 8, (3, 3), strides=2, rngs=rngs)
@@ -394,13 +268,8 @@ NNX = {
     "resnet": Case(lambda: NnxResNet(_rngs(0)), _normal(4, 8, 8, 3)),
     "transformer": Case(lambda: NnxTransformer(_rngs(0)), _tokens),
     "lstm": Case(_nnx_recurrent(nnx.LSTMCell), _normal(3, 5, 6)),
-    "optimized_lstm": Case(_nnx_recurrent(nnx.OptimizedLSTMCell), _normal(3, 5, 6)),
     "gru": Case(_nnx_recurrent(nnx.GRUCell), _normal(3, 5, 6)),
     "simple_cell": Case(_nnx_recurrent(nnx.SimpleCell), _normal(3, 5, 6)),
-    "raw_matmul": Case(lambda: NnxRawMatmul(_rngs(0)), _normal(4, 8)),
-    "scan_remat": Case(lambda: NnxScanRemat(_rngs(0)), _normal(4, 8)),
-    "vmap": Case(lambda: NnxVmapped(_rngs(0)), _normal(4, 8)),
-    "shared": Case(lambda: NnxShared(_rngs(0)), _normal(4, 16)),
     "layers": Case(lambda: NnxLayers(_rngs(0)), _normal(2, 8, 8, 3)),
 }
 

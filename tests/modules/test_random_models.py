@@ -34,7 +34,9 @@ def functions(library, steps, policy):
         graphdef = split(m)[0]
         return lambda params, v: nnx.merge(graphdef, params, rest, copy=True)(v["h"], v)
 
-    return apply(mpjax.with_policy(model, policy)), apply(model), params
+    mixed = mpjax.with_policy(model, policy)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(mixed, nnx.Param), params)
+    return apply(mixed), apply(model), params
 
 
 def loss_of(fun):
@@ -80,3 +82,10 @@ def check(library, seed, policy):
 @pytest.mark.parametrize("library", ["linen", "nnx"])
 def test_random_models(library, seed):
     check(library, seed, ("mixed_float16", "mixed_bfloat16")[seed % 2])
+
+
+def test_parameters_of_a_random_linen_model_are_those_of_float32():
+    steps, values = random_steps(0), inputs()  # with a scan, a recurrent layer, a remat and parameters of its own
+    models = LinenModel(steps), mpjax.with_policy(LinenModel(steps), "mixed_float16")
+    plain, mixed = (arrays_in_numpy(model.init)(KEY, values["h"], values) for model in models)
+    jax.tree.map(np.testing.assert_array_equal, mixed, plain)
