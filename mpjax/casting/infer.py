@@ -266,7 +266,7 @@ class Inference:
 
 
 def castable(value: Inferred) -> bool:
-    """Whether a value is a parameter or an input, or computed only from these."""
+    """Whether a value is a parameter or an input, or computed only from these; not rows that a batch looks up."""
     return value.level <= Level.COMPUTED
 
 
@@ -331,7 +331,7 @@ def _smaller_operands(eqn: Any) -> tuple[int, ...]:
 
 def _activation(level: Level) -> Level:
     """The level of a float32 result, which forces float32 on its consumers only if it is an activation."""
-    return Level.FLOAT if level >= Level.HALF else Level.COMPUTED
+    return Level.FLOAT if level >= Level.HALF else level
 
 
 def _allow(inference: Inference, eqn: Any, listing: Listing) -> Step:
@@ -374,7 +374,7 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
         return inference.in_float32(eqn, listing, Level.HALF, f"{why}: no path to a half operation")
     if level == Level.FLOAT:
         return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: float32 activation")
-    return inference.in_float32(eqn, listing, Level.COMPUTED, f"{why}: parameters and inputs only")
+    return inference.in_float32(eqn, listing, level, f"{why}: parameters and inputs only")
 
 
 def _joins_parameters(inference: Inference, eqn: Any, level: Level) -> bool:
@@ -400,7 +400,9 @@ def _wide(inference: Inference, eqn: Any, listing: Listing) -> Step:
     operand = eqn.invars[0]
     if primitive(eqn.primitive.name).replicates and level == Level.COMPUTED and inference.only_half(eqn):
         return _replicate(inference, eqn, listing)
-    if _repeats(eqn) and level == Level.COMPUTED and inference.only_half(eqn):
+    if level == Level.COMPUTED and _looks_up_activations(eqn):
+        level = Level.LOOKED_UP
+    if _repeats(eqn) and level in (Level.COMPUTED, Level.LOOKED_UP) and inference.only_half(eqn):
         return _half_lookup(inference, eqn, listing, FULL)
     if eqn.primitive.name == "gather" and level >= Level.HALF and not pinned and inference.only_half(eqn):
         return _half_lookup(inference, eqn, listing, HALF)
@@ -432,6 +434,14 @@ def _half_lookup(inference: Inference, eqn: Any, listing: Listing, storage: Stor
     inference.unchanged = False
     outs, why = (Inferred(Level.HALF, HALF),), "looks up half rows; sums their gradients in float32"
     return Step(eqn, Action.BIND, reads, outs, why, listing, half_move=True)
+
+
+def _looks_up_activations(eqn: Any) -> bool:
+    """Whether it looks up rows for each position of each example, as an embedding does.
+
+    Such rows are activations: a gradient of theirs sums over no batch. A permuted weight has one index for each row.
+    """
+    return eqn.primitive.name == "gather" and eqn.invars[1].aval.ndim > 2
 
 
 def _repeats(eqn: Any) -> bool:

@@ -14,15 +14,16 @@ from mpjax.casting.uses import Use
 class Level(enum.IntEnum):
     """Elements of the lattice. With several inputs, the highest wins.
 
-    The first three levels are castable: they never force float32 on a half activation.
+    The first four levels are castable: they never force float32 on a half activation.
     """
 
     ZERO = 0  # A constant zero, the initial value of an accumulator.
     INPUT = 1  # An unchanged input of the function (a parameter, a batch) or a constant.
     COMPUTED = 2  # Computed only from such values, before any operation that runs in half.
-    HALF = 3  # An activation that counts as half, whatever its storage dtype.
-    FLOAT = 4  # An activation that was computed in float32 because it must be.
-    PINNED = 5  # float32 by the user's cast, or a state that must not lose bits. Never cast to half.
+    LOOKED_UP = 3  # The same, but an activation: rows of a table, selected for each position of a batch.
+    HALF = 4  # An activation that counts as half, whatever its storage dtype.
+    FLOAT = 5  # An activation that was computed in float32 because it must be.
+    PINNED = 6  # float32 by the user's cast, or a state that must not lose bits. Never cast to half.
 
     __hash__ = int.__hash__  # Enum's __hash__ is slow enough to show in trace times.
 

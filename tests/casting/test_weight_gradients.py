@@ -193,6 +193,24 @@ def test_rows_looked_up_often_come_from_a_half_table(rows, dtype):
     assert ("scatter-add", "bfloat16") not in found
 
 
+@pytest.mark.parametrize(("shape", "wide"), [((4, 2), 2), ((8,), 3)])
+def test_embeddings_are_activations_and_permuted_weights_are_not(shape, wide):
+    # Each position of a batch has a gradient of its own, which is half like that of any activation.
+    def loss(table, w, index):
+        rows = table[index]
+        return jnp.mean((rows / jnp.std(rows, axis=-1, keepdims=True) @ w) ** 2)
+
+    index = jnp.arange(8).reshape(shape)
+    cast = jax.grad(mpjax.autocast(loss, "mixed_bfloat16"), (0, 1))
+    table = W + jnp.arange(8.0)
+    eqns = [each.eqn for each in measures.equations(jax.make_jaxpr(cast)(table, W, index))]
+    matmuls = [eqn.outvars[0].aval.dtype for eqn in eqns if eqn.primitive.name == "dot_general"]
+    assert [matmuls.count(dtype) for dtype in (jnp.bfloat16, jnp.float32)] == [4 - wide, wide - 1]
+    assert {eqn.outvars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name == "scatter-add"} == {"float32"}
+    found, expected = (in_numpy(gradient)(table, W, index) for gradient in (cast, jax.grad(loss, (0, 1))))
+    assert measures.relative_error(found, expected) < 0.02
+
+
 def test_positions_looked_up_in_a_half_activation_are_read_in_half():
     # The derivative is a sum in float32 of what is then a cotangent in half.
     def loss(w, x, index):

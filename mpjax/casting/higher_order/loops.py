@@ -113,7 +113,7 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     for i, (v, mask) in enumerate(zip(scanned, planned.in_reads[end:], strict=True), end):
         value = inference.value(v)
         # Slices of a parameter are cast in the loop, one layer at a time.
-        activation = value is not None and value.level in (Level.COMPUTED, Level.HALF)
+        activation = value is not None and Level.COMPUTED <= value.level <= Level.HALF
         storage = HALF if activation and mask == HALF.bit else storage_of(value)
         convention.append((i, inference.read(v, storage)))
     return enter(eqn, listing, outs, Loop(planned, carry, tuple(convention), of_condition))
