@@ -519,8 +519,10 @@ def _broadcast_in_dim(eqn: Any, x: Array, *_: Any) -> Array:
 
 
 def _convert(eqn: Any, x: Array) -> Array:
-    new = eqn.params["new_dtype"]
-    return x if is_float(new) and is_float(eqn.invars[0].aval.dtype) else x.astype(_evaluation_dtype(new))
+    new, old = eqn.params["new_dtype"], eqn.invars[0].aval.dtype
+    if np.iscomplexobj(x) and not jnp.issubdtype(new, jnp.complexfloating):
+        x = x.real
+    return x if is_float(new) and is_float(old) else x.astype(_evaluation_dtype(new))
 
 
 def _cumulative(fun: Any) -> Any:
