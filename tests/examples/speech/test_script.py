@@ -152,7 +152,7 @@ def test_broken_utterance_is_counted_and_the_step_is_kept(finished, data):
     assert all(np.array_equal(a, b) for a, b in zip(params, jax.tree.leaves(state.params), strict=True))  # warm-up
 
 
-BENCHMARK = [*TINY_MODEL, *"--longest 0.2 --num-iter 2 --batch-size 8 --optimizer sgd".split()]
+BENCHMARK = [*TINY_MODEL, *"--longest 0.2 --num-iter 2 --batch-size 8".split()]
 BENCHMARK += ["--mode", "inference_benchmark"]
 
 
