@@ -179,6 +179,8 @@ def main() -> None:
     parser.add_argument("--programs", nargs="*", default=list(REGISTRY), help="programs of the zoo (default: all)")
     parser.add_argument("--missing", action="store_true", help="run only programs without results")
     args = parser.parse_args()
+    if args.no_compile:
+        commands.refuse(parser, args, "--compilations", "with --no-compile")
     # jax.numpy and the peers warn about truncation and deprecation; a warning is not a failure.
     warnings.simplefilter("ignore")
     title = f"casting_{args.dtype}" + "_regions" * args.regions

@@ -18,6 +18,19 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
+def refuse(parser: argparse.ArgumentParser, args: argparse.Namespace, flags: str, when: str) -> None:
+    """Ends with an error if one of these flags was given, which have no effect in this mode.
+
+    Args:
+        flags: Their names, separated by spaces.
+        when: The mode in words.
+    """
+    for flag in flags.split():
+        name = flag.strip("-").replace("-", "_")
+        if (value := getattr(args, name)) != parser.get_default(name):
+            parser.error(f"{flag} {value} has no effect {when}; leave it out")
+
+
 def publish(name: str, results: Any, table: str, out: pathlib.Path) -> None:
     """Writes the results, with their environment, and the table beside them."""
     save(name, results, out).with_suffix(".md").write_text(table)

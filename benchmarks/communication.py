@@ -244,6 +244,10 @@ def main() -> None:
     parser.add_argument("--tpu", nargs="+", metavar="TOPOLOGY", help="compile for v5e pods such as 8x8, without a TPU")
     args = parser.parse_args()
     if args.devices:
+        commands.refuse(parser, args, "--h200 --tpu --out", "with --devices, which only prints")
+    if args.tpu:
+        commands.refuse(parser, args, "--h200", "with --tpu")
+    if args.devices:
         print(json.dumps(measure(args.devices, args.half)))
         return
     if args.tpu:

@@ -143,6 +143,10 @@ def main() -> None:
     parser.add_argument("--passes", action="store_true", help="print the time of XLA's passes instead")
     parser.add_argument("--compilations", type=int, default=3, help="compilations of each program for --passes")
     args = parser.parse_args()
+    if args.passes:
+        commands.refuse(parser, args, "--out", "with --passes, which only prints")
+    else:
+        commands.refuse(parser, args, "--compilations", "without --passes")
 
     results: dict[str, dict[str, Row]] = {}
     for name in args.programs:

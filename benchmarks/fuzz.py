@@ -30,7 +30,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4 --x
 
 import jax
 
-from benchmarks import CACHE
+from benchmarks import CACHE, commands
 from testing import random_training as training
 from testing.random_programs import Case, Failure, Rejected, Subject, check, numbered_case
 from testing.random_programs.properties import cause_of
@@ -234,6 +234,8 @@ def main() -> None:
     parser.add_argument("--reports", type=pathlib.Path, default=CACHE, help="folder of the JSON reports")
     parser.add_argument("--compile-every", type=int, default=50, help="compile and run one in this many examples")
     args = parser.parse_args()
+    if args.training:
+        commands.refuse(parser, args, "--dtype", "with --training")
     gc.set_threshold(50_000, 20, 20)  # tracing spends an eighth of its time on collections at the defaults
     names = ("training",) if args.training else args.dtype or DTYPES
     reports = {name: Report(args.reports / f"fuzz_{name}.json") for name in names}

@@ -205,6 +205,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rounds", type=int, default=60, help="timed rounds of the watched steps")
     args = parser.parse_args()
+    for part, flag in (("times", "--models"), ("watch", "--rounds")):
+        if part not in args.parts:
+            commands.refuse(parser, args, flag, f"without the part {part}")
     results: Row = previous("inspection", args.out) or {}
 
     def write() -> None:

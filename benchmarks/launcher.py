@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, commands
 from perf.timing import interleaved, ratios
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -237,6 +237,12 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--foreign", type=pathlib.Path, metavar="FOLDER", help="run others' repositories in it instead")
     args = parser.parse_args()
+    if args.foreign:
+        commands.refuse(parser, args, "--parts --rounds", "with --foreign")
+    else:
+        commands.refuse(parser, args, "--scripts", "without --foreign")
+    if args.parts == ["startup"]:
+        commands.refuse(parser, args, "--rounds", "on the part startup")
     if args.foreign:
         from benchmarks.foreign_scripts.scripts import SCRIPTS
 

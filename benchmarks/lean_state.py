@@ -222,6 +222,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="number of trainings of each task and form")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds of each step")
     args = parser.parse_args()
+    if args.planned:
+        commands.refuse(parser, args, "--parity", "with --planned")
+    if args.planned or args.parity:
+        commands.refuse(parser, args, "--rounds", "without the times")
+    if not args.parity:
+        commands.refuse(parser, args, "--tasks --seeds", "without --parity")
     results = previous(FILE, args.out) | {"bytes": {form: bytes_kept(form) for form in FORMS}}
 
     def write(name: str, found: Any) -> None:

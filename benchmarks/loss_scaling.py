@@ -159,6 +159,8 @@ def main() -> None:
     parser.add_argument("--system-malloc", action="store_true", help="use glibc's default malloc settings")
     parser.add_argument("--sharded", action="store_true", help="time sharded steps instead, on four devices")
     args = parser.parse_args()
+    if args.sharded:
+        commands.refuse(parser, args, "--bound", "with --sharded")
     environment = {} if args.system_malloc else dict(KEEP_MEMORY)
     if args.sharded and jax.default_backend() == "cpu":
         environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sharded_steps.DEVICES}"

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import CACHE, RESULTS
+from benchmarks import CACHE, RESULTS, commands
 from benchmarks.gpu import INCOMPLETE
 from benchmarks.models import WORKLOADS
 from perf.environment import versions
@@ -209,8 +209,9 @@ def dry_run_cells(cells: list[Cell], args: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--quick", action="store_true", help=f"{', '.join(QUICK_MODELS)}: {', '.join(QUICK)}")
-    add("--full", action="store_true", help="all models, configurations and variants; the default")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK_MODELS)}: {', '.join(QUICK)}")
+    which.add_argument("--full", action="store_true", help="all models, configurations and variants; the default")
     add("--only", nargs="+", metavar="MODEL", choices=list(WORKLOADS), help="run only these models")
     add("--cells", nargs="+", metavar="CELL", help="run only these: CONFIGURATION or CONFIGURATION+VARIANT")
     add("--variants", action="store_true", help=f"also run the variants: {', '.join(VARIANTS)}")
@@ -225,8 +226,23 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parsed() -> argparse.Namespace:
+    """The arguments. Ends with an error if one has no effect."""
+    made = parser()
+    args = made.parse_args()
+    if args.dry_run:
+        commands.refuse(made, args, "--seconds --cell-limit", "with --dry-run")
+        if TARGETS[args.target].chips and not args.cells:
+            commands.refuse(made, args, "--quick --full --variants", f"with --target {args.target}")
+    else:
+        commands.refuse(made, args, "--target", "without --dry-run")
+    if args.cells:
+        commands.refuse(made, args, "--full" + " --quick" * bool(args.only), "with --cells")
+    return args
+
+
 def main() -> None:
-    args = parser().parse_args()
+    args = parsed()
     # This process only starts the workers and counts FLOPs from shapes; it leaves the GPU's memory to them.
     jax.config.update("jax_platforms", "cpu")
     args.started = time.monotonic()

@@ -1,6 +1,7 @@
 """The benchmarks run, interrupted runs continue, and their page names stale and pending results."""
 
 import dataclasses
+import importlib
 import importlib.util
 import json
 
@@ -220,6 +221,50 @@ def test_a_cell_is_measured():
 def test_unknown_cells_are_refused(name):
     with pytest.raises(ValueError, match=r"variant|configuration"):
         Cell.parse("ncf", name)
+
+
+# A command with a flag that has no effect beside the others, which comes last.
+IGNORED = """
+casting --no-compile --compilations 3
+compiled --compilations 5
+compiled --passes --out folder
+fuzz --training --dtype float16
+communication --devices 2 --h200
+communication --devices 2 --tpu 8x8
+communication --tpu 8x8 --h200
+launcher --foreign folder --rounds 3
+launcher --foreign folder --parts step
+launcher --scripts name
+launcher --parts startup --rounds 3
+loss_scaling --sharded --bound compute-bound
+inspection --parts watch --models ResNet-18
+inspection --parts times --rounds 3
+lean_state --planned --parity
+lean_state --planned --rounds 3
+lean_state --parity --rounds 3
+lean_state --planned --seeds 3
+lean_state --tasks gpt
+training.__main__ --dry-run --seconds 3
+training.__main__ --dry-run --cell-limit 3
+training.__main__ --dry-run --target v5e --variants
+training.__main__ --dry-run --target v5e --quick
+training.__main__ --toy --target v5e
+training.__main__ --cells float32 --full
+training.__main__ --only ncf --cells float32 --quick
+training.__main__ --quick --full
+"""
+
+
+@pytest.mark.parametrize("line", IGNORED.split("\n")[1:-1])
+def test_a_flag_without_effect_is_refused(line, monkeypatch, capsys):
+    module, *flags = line.split()
+    monkeypatch.setattr("sys.argv", line.split())
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(f"benchmarks.{module}").main()
+    quoted = next(flag for flag in reversed(flags) if flag.startswith("--"))
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert quoted in error
+    assert "no effect" in error or "not allowed with" in error
 
 
 def test_results_of_a_cell_are_merged_and_an_error_is_replaced(tmp_path):
