@@ -230,18 +230,10 @@ def test_diverged_training_is_reported_in_one_line(diverging, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("flags", "flag"),
     [
-        (["--weights", "no/such/file"], "--weights"),
-        (["--images", "x.png"], "--images"),
-        (["--mode", "evaluate", "--output", "x", "--mixup", "0.2"], "--mixup"),
-        (["--mode", "training_benchmark", "--resume", "--output", "x"], "--resume"),
-        (["--num-iter", "3"], "--num-iter"),
-        (["--audit", "--output", "x"], "--output"),
         (["--no-flip"], "--flip"),
         (["--test-crop", "1"], "--test-crop"),
-        (["--mode", "training_benchmark", "--max-unreadable", "0.5"], "--max-unreadable"),
         (["--data-dir", "x", "--whole", "--test-crop", "1"], "--test-crop"),
         (["--mode", "train", "--patience", "3"], "--patience"),
-        (["--warmup-steps", "3"], "--warmup-steps"),
         (["--audit", "--profile"], "--profile"),
         (["--audit", "--mode", "evaluate"], "--audit"),
         (["--warmup-epochs", "5", "--epochs", "2"], "--warmup-epochs 5.0: above half of --epochs 2"),

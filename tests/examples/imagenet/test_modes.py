@@ -73,10 +73,6 @@ def test_measurement_excludes_the_warm_up():
         (["--loss-scale", "0"], "--loss-scale '0'"),
         (["--mode", "predict", "--output", "no/such/run"], "'no/such/run' holds no run"),
         (["--mode", "evaluate", "--weights", "no/such/file"], "'no/such/file'"),
-        (
-            ["--export", "float16", "--mode", "training_benchmark"],
-            "--export has no effect in --mode training_benchmark",
-        ),
         (["--devices", "9"], "--devices 9"),
         (["--ema", "1"], "--ema 1"),
     ],

@@ -171,13 +171,8 @@ def test_benchmark_reports_latencies_and_audio_hours(tmp_path, capsys):
         (["--batch-size", "9"], "--batch-size 9 is larger than the data"),
         (["--dropout", "1"], "--dropout 1.0"),
         (["--infer", "x.wav"], "--infer needs a trained model"),
-        (["--mode", "evaluate", "--output", "no/such/run"], "--train-data has no effect in --mode evaluate"),
         (["--mode", "training_benchmark", "--longest", "0.01"], "--longest 0.01"),
         (["--hiden", "3"], "did you mean --hidden?"),
-        (
-            ["--weights", "x"],
-            "--weights has no effect in --mode train_and_evaluate; it is for evaluate, predict",
-        ),
         (["--alphabet", "no.txt"], "'no.txt' cannot be read"),
         (["--audio-field", "flac"], "--audio-field and --text-field are for shards"),
     ],
