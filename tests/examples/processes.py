@@ -1,4 +1,4 @@
-"""Runs scripts in separate processes and kills them."""
+"""Runs scripts in separate processes and kills them, and interrupts those of this process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
+
+from examples.common import loop
 
 REPOSITORY = Path(__file__).parents[2]
 KILLS = int(os.environ.get("MPJAX_KILLS", "1"))  # of each script
@@ -46,3 +49,15 @@ def start_and_kill(program: str, flags: Sequence[str], output: Path, number: int
     process.kill()
     _, errors = process.communicate(timeout=60)
     assert process.returncode in (-signal.SIGKILL, 0 if number else -signal.SIGKILL), errors
+
+
+def interrupt_at(patch: pytest.MonkeyPatch, call: int) -> None:
+    """Sends a signal at a check for signals: one before each step and each test step."""
+    calls, real = iter(range(100)), loop._Run._save_or_stop
+
+    def check(self):
+        if next(calls) == call:
+            signal.raise_signal(signal.SIGTERM)
+        real(self)
+
+    patch.setattr(loop._Run, "_save_or_stop", check)

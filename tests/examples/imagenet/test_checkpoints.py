@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.flax import load_file, save_file
 from sklearn.metrics import accuracy_score, classification_report
 
-from examples.common import loop, modes, weights
+from examples.common import modes, weights
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError
 from examples.common.run_folder import RunFolder
@@ -47,23 +47,11 @@ def trained(quick_runs, tmp_path_factory):
     return output
 
 
-def interrupt_at(patch, call):
-    """Sends a signal at a check for signals: three are before steps, three in the evaluation, three before steps."""
-    calls, real = iter(range(100)), loop._Run._save_or_stop
-
-    def check(self):
-        if next(calls) == call:
-            signal.raise_signal(signal.SIGTERM)
-        real(self)
-
-    patch.setattr(loop._Run, "_save_or_stop", check)
-
-
 @pytest.mark.slow
 def test_interrupted_and_resumed_run_ends_bitwise_equal(trained, tmp_path, capsys):
     parts = tmp_path / "parts"
     with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, 1)  # in the middle of the first epoch
+        processes.interrupt_at(patch, 1)  # in the middle of the first epoch
         assert main(digit_flags(parts)) == 128 + signal.SIGTERM
     assert not (parts / "summary.json").exists()
     flags = digit_flags(parts, "--resume")
@@ -121,7 +109,7 @@ def test_run_killed_before_its_first_checkpoint_starts_from_the_beginning(tmp_pa
 def test_run_resumes_in_another_precision(tmp_path, capsys):
     output = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        interrupt_at(patch, 3)  # in the evaluation of the first epoch
+        processes.interrupt_at(patch, 3)  # in the evaluation of the first epoch
         assert main(digit_flags(output)) == 128 + signal.SIGTERM
     capsys.readouterr()
     assert main(digit_flags(output, "--policy", "mixed_bfloat16", "--amp", "autocast", "--resume")) == 0
@@ -151,15 +139,6 @@ def test_change_of_precision_keeps_parameters_and_momentum(chain):
         assert as_bytes(optax.tree.get(state, "trace")) == as_bytes(optax.tree.get(start, "trace"))
         assert state.opt_state.loss_scale == new.opt_state.loss_scale
         assert state.opt_state.skipped_steps == start.opt_state.skipped_steps
-
-
-def test_checkpoint_of_another_model_is_refused(trained):
-    other = digits_task(model="tests.examples.imagenet.test_init_from:CustomLinen")
-    with (
-        Checkpoints(trained / "checkpoints") as checkpoints,
-        pytest.raises(UsageError, match="can be read as this model"),
-    ):
-        other.restore(checkpoints)
 
 
 # Inference.
@@ -268,10 +247,3 @@ def test_the_plain_script_of_the_readme_uses_an_export(trained, tmp_path, monkey
     capsys.readouterr()
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out == f"{image} {known['class']}\n"
-
-
-def test_other_files_are_refused_as_weights(tmp_path, capsys):
-    file = tmp_path / "weights"
-    file.write_bytes(b"no weights")
-    error = error_of(["--mode", "evaluate", "--weights", str(file)], capsys)
-    assert f"--weights '{file}' was not written by --export" in error

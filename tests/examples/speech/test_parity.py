@@ -1,41 +1,17 @@
-"""Features that the speech script shares with the image script: precision changes, export, inspection, a dev set."""
+"""Features that the speech script shares with the image script: export, parity, a dev set."""
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 
-from examples.common.checkpoints import Checkpoints
 from examples.common.parity import Maker
-from examples.common.run_folder import RunFolder, write_json
-from examples.common.training import float32_params
+from examples.common.run_folder import RunFolder
 from examples.speech.__main__ import main
 from examples.speech.train import SpeechTask
-from tests.examples.speech.runs import TINY, as_bytes, error_of, lines_of, task_of
+from tests.examples.speech.runs import TINY, error_of, lines_of
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
-
-
-def test_masters_carry_over_to_a_resumed_and_to_a_new_run(data, tmp_path):
-    old = task_of(data, policy="O2")
-    state = old.initial_state()
-    assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float16"}
-    # Thirds, which float16 does not represent exactly.
-    inner = state.opt_state.inner_state
-    third = jax.tree.map(lambda x: jax.device_put(np.asarray(x) / np.float32(3), x.sharding), inner.master)
-    state = state._replace(opt_state=state.opt_state._replace(inner_state=inner._replace(master=third)))
-    masters = jax.tree.leaves(float32_params(state))
-    with (
-        RunFolder.create(tmp_path / "O2", tmp_path, old.config.settings()) as folder,
-        Checkpoints(folder.checkpoints) as checkpoints,
-    ):
-        checkpoints.save(0, state, {"epoch": 0, "batch": 0, **old.position()})
-        write_json(folder.path / "data.json", old.description())
-        resumed, _ = task_of(data).restore(checkpoints)
-    started = task_of(data, init_from=tmp_path / "O2").start_state()
-    for new in (resumed, started):
-        assert as_bytes(jax.tree.leaves(new.params)) == as_bytes(masters)
 
 
 @pytest.mark.slow

@@ -59,15 +59,8 @@ def interrupted(data_flags, tmp_path_factory):
     """A run stopped in the middle of its first epoch, and its flags."""
     output = tmp_path_factory.mktemp("runs") / "parts"
     flags = [*TINY, *data_flags, "--output", str(output)]
-    steps, real = iter(range(100)), loop._Run._save_or_stop
-
-    def look(self):
-        if next(steps) == 1:
-            signal.raise_signal(signal.SIGTERM)
-        real(self)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop._Run, "_save_or_stop", look)
+        processes.interrupt_at(patch, 1)
         assert main(flags) == 128 + signal.SIGTERM
     return output, flags
 
