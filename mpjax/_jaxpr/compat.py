@@ -25,7 +25,7 @@ from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.lax import _convert_element_type, canonicalize_precision
 from jax._src.mesh import get_abstract_mesh
 from jax._src.mesh import use_abstract_mesh as use_abstract_mesh
-from jax._src.shard_map import _as_manual_mesh, _extend_axis_env
+from jax._src.shard_map import ShardMapTrace, _as_manual_mesh, _extend_axis_env
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -503,18 +503,24 @@ def is_tracing() -> bool:
 
 def is_compiling() -> bool:
     """Whether operations, or what transformations make of them, are added to a jaxpr, rather than run at once."""
-    trace = trace_ctx.trace
-    while trace is not None and not isinstance(trace, pe.DynamicJaxprTrace):
-        trace = getattr(trace, "parent_trace", getattr(trace, "below", None))
-    return trace is not None
+    return any(isinstance(trace, pe.DynamicJaxprTrace) for trace in _traces())
 
 
 def is_differentiating() -> bool:
     """Whether operations are differentiated as they run, in forward or reverse mode."""
+    return any(type(trace).__name__ in ("JVPTrace", "LinearizeTrace") for trace in _traces())
+
+
+def in_eager_shard_map() -> bool:
+    """Whether a `shard_map` around runs its operations one by one, because it is not in `jax.jit`."""
+    return any(isinstance(trace, ShardMapTrace) for trace in _traces())
+
+
+def _traces() -> Iterator[Any]:
     trace = trace_ctx.trace
-    while trace is not None and type(trace).__name__ not in ("JVPTrace", "LinearizeTrace"):
-        trace = getattr(trace, "parent_trace", None)
-    return trace is not None
+    while trace is not None:
+        yield trace
+        trace = getattr(trace, "parent_trace", getattr(trace, "below", None))
 
 
 def under_jet() -> bool:

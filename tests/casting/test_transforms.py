@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import sparse
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import mpjax
 from testing import measures
@@ -57,6 +59,28 @@ def test_custom_vjp_with_an_integer_a_missing_and_a_symbolic_cotangent(symbolic)
     cast = mpjax.autocast(loss)
     close(in_numpy(jax.grad(cast))(W, X), in_numpy(jax.grad(loss))(W, X))
     assert measures.half_share(jax.grad(lambda *args: cast(*args)), W, X) == 1.0
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("looped", [False, True])
+def test_custom_vjp_in_a_shard_map_outside_of_jit(inside, looped):
+    @jax.custom_vjp
+    def layer(w, x):
+        return x @ w
+
+    layer.defvjp(lambda w, x: (layer(w, x), (w, x)), lambda kept, ct: (3.0 * kept[1].T @ ct, 2.0 * ct @ kept[0].T))
+
+    def body(w, x):
+        return lax.scan(lambda x, _: (layer(w, x), None), x, None, length=1)[0] if looped else jnp.sin(layer(w, x))
+
+    def loss(body, w, x):
+        mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=(P("i"), P("i")), out_specs=P("i"))
+        return jnp.sum(mapped(w, x))
+
+    w, plain = jnp.concatenate([W, W]), functools.partial(loss, body)
+    cast = functools.partial(loss, mpjax.autocast(body)) if inside else mpjax.autocast(plain)
+    close(jax.value_and_grad(cast)(w, X), jax.jit(jax.value_and_grad(plain))(w, X))
 
 
 def test_custom_jvp_with_an_integer_and_a_symbolic_tangent():

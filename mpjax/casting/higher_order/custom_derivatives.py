@@ -346,6 +346,8 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan) -> Sequence[Any
 
     # Symbolic zeros also for a rule without: they say which operands are differentiated.
     rewritten = compat.custom_vjp(fun, fwd, bwd, symbolic_zeros=True)
+    if compat.in_eager_shard_map():
+        rewritten = jax.jit(rewritten)  # JAX has no symbolic zeros there.
     return values_of(rewritten(*arguments, *_closed_over(step, operands)), outs, half)
 
 
