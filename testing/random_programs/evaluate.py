@@ -341,16 +341,16 @@ def _expanded(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replica
     """A primitive that JAX replaces by others when it lowers a program (`custom_root` since JAX 0.12)."""
     avals = tuple(v.aval for v in eqn.invars)
     try:
-        return machine.run_closed(_traced(eqn.primitive, tuple(eqn.params.items()), avals), args)
+        others = _traced(eqn.primitive, tuple(eqn.params.items()), avals)
+    except NameError as error:  # an axis of the `shard_map` around it
+        raise Unsupported("a primitive that JAX replaces, with a named axis") from error
+    except Exception as error:  # what JAX would say when it lowers the program
+        raise Unsupported("a primitive that JAX fails to replace") from error
+    try:
+        return machine.run_closed(others, args)
     except (jax.errors.UnexpectedTracerError, jax.errors.TracerArrayConversionError) as error:
         # A derivative rule inside closes over the program, which ended.
         raise Unsupported("a rule that closes over its program") from error
-    except NameError as error:  # an axis of the `shard_map` around it
-        raise Unsupported("a primitive that JAX replaces, with a named axis") from error
-    except ValueError as error:
-        if "Linearization failed" not in str(error):
-            raise
-        raise Unsupported("a primitive that JAX fails to replace") from error
 
 
 @functools.lru_cache(maxsize=256)

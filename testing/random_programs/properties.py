@@ -130,6 +130,11 @@ def _wants_float32(eqn: Any) -> bool:
     return any(part is not None and ("HIGHEST" in str(part) or "F32_F32" in str(part)) for part in parts)
 
 
+def _shapes(matmul: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of operands and result, which the matmul shares with those of its derivatives."""
+    return tuple(sorted(tuple(sorted(v.aval.shape)) for v in (*matmul.invars[:2], *matmul.outvars)))
+
+
 def _live_equations(jaxpr: Any, times: int = 1, path: tuple[str, ...] = ()) -> Iterator[Equation]:
     """Equations that are live at their level; before JAX 0.12 a loop's body keeps dead ones."""
     opened = getattr(jaxpr, "jaxpr", jaxpr)
@@ -206,13 +211,17 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
     emulated = case.explicit and case.dtype == "float8" and "vmap" in case.transform
     # Off GPUs, JAX's attention without a kernel has no float16. The plan is bfloat16's, which is checked.
     in_full = case.rules == "fused" and case.half == jnp.float16
+    # A solve runs as traced, and so does JAX's derivative of it, which applies its operator outside of it.
+    of_solves = {
+        _shapes(e.eqn) for e in _live_equations(found.jaxpr) if e.name in MATMULS and "custom_linear_solve" in e.path
+    }
     for e in _live_equations(found.jaxpr):
         if e.name not in MATMULS:
             continue
         operands, wide = _floats(e.eqn.invars[:2]), _wants_float32(e.eqn)
         if wide and set(operands) & {str(dtype) for dtype in HALF}:
             raise Failure("precision", f"{e.name} requests float32 but runs on {operands}", "/".join(e.path))
-        free = wide or fixed or is_inner_product(e.eqn) or "custom_linear_solve" in e.path
+        free = wide or fixed or is_inner_product(e.eqn) or _shapes(e.eqn) in of_solves
         free |= emulated or in_full or _UNTIL_TOLERANCE in e.path
         free |= all(not hasattr(v, "val") and v in widened for v in e.eqn.invars[:2])
         if not free and operands == ("float32", "float32"):

@@ -48,10 +48,11 @@ def _all_matmuls(monkeypatch):
         (_all_loops, "lax.while_loop(lambda c: c[1] < 9, lambda c: (jnp.tanh(c[0] @ w), c[1] + 4), (x, s))[0]"),
         (_all_matmuls, "x @ w"),
         (_all_matmuls, "x.astype(jnp.bfloat16).astype(jnp.float32) @ w"),
+        (_all_matmuls, "x @ w + lax.custom_linear_solve(lambda v: v * (b @ w).sum(), b, solve_once, solve_once)"),
     ],
 )
 def test_matmuls_that_stay_float32_without_a_reason_are_caught(monkeypatch, plant, result):
-    """Matmuls of loops that end at a tolerance, and of operands widened on an explicit mesh, are exempt."""
+    """Matmuls of loops to a tolerance and of solves, and of operands widened on an explicit mesh, are exempt."""
     program = f"def program(w, x, b, s, n):\n    return {result},\n"
     check(Case(program, "value", "bfloat16", explicit=plant is _all_matmuls))
     plant(monkeypatch)
@@ -69,6 +70,27 @@ def test_a_rule_in_a_loop_that_closes_over_another_program_is_rejected():
 """
     with pytest.raises(Rejected, match="under jit"):
         check(Case(program, "grad", "bfloat16"))
+
+
+def test_jaxs_derivative_of_a_solve_may_apply_its_operator_in_float32():
+    program = """def program(w, x, b, s, n):
+    operator = nearly_identity(lambda v: v @ w, b)
+    return lax.custom_linear_solve(operator, b, solve_once, solve_once),
+"""
+    assert check(Case(program, "grad", "float16")) == "checked"
+
+
+def test_a_primitive_that_jax_fails_to_replace_ends_only_the_comparison_of_values():
+    """Since JAX 0.12 it lowers this program no further: its callback has no rule for the batch."""
+    program = """def program(w, x, b, s, n):
+    def fun(y):
+        def tanh(x, w):
+            return w, jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(y.shape, y.dtype), lax.stop_gradient(y)) + y
+        lax.cond(n > 0, strong(lambda x, w: (w, y)), strong(tanh), x, w)
+        return b
+    return root_near(b, fun),
+"""
+    check(Case(program, "vmap_of_grad", "float16"))
 
 
 @pytest.mark.parametrize("transform", ["value", "outside_grad", "jvp"])
