@@ -137,11 +137,3 @@ def test_a_mask_for_all_layers_is_stored_once():
 
     made = autocast(functools.partial(loss, make_mask=lambda ids: nn.make_causal_mask(ids[:1], dtype=bool)))
     assert measures.residual_bytes(made, WEIGHTS, X, IDS, CAUSAL) == stored() + CAUSAL.nbytes
-
-
-def test_the_compiled_gradient_takes_as_much_memory_with_tril_as_with_a_comparison():
-    def temporary_bytes(mask):
-        gradient = jax.jit(jax.grad(loss_of(MASKS[mask])))
-        return gradient.lower(WEIGHTS, X, IDS, CAUSAL).compile().memory_analysis().temp_size_in_bytes
-
-    assert temporary_bytes("tril") == temporary_bytes("comparison")
