@@ -18,7 +18,7 @@ from mpjax._jaxpr.host import in_host_memory
 from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Probe, is_half, is_low, widened
 from mpjax._jaxpr.primitives import primitive
 from mpjax._jaxpr.program import Site, lay_out, owners_of, walk
-from mpjax.casting.autocast import TracedCall, autocast, functional, trace
+from mpjax.casting.autocast import TracedCall, autocast, traced_call
 from mpjax.casting.rules import Rules
 from mpjax.loss_scale import static_loss_scale, value_and_grad
 from mpjax.loss_scale.state import LossScaleState, find_loss_scale_state
@@ -30,10 +30,8 @@ from mpjax.policy import is_castable
 
 def trace_to_run(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> TracedCall:
     """Traces a call that will be run. Its arguments must be arrays, not shapes."""
-    call, pure_args, pure_kwargs, _ = functional(fun, args, kwargs)
-    program = trace(call, pure_args, pure_kwargs, None)
-    if call is not fun:
-        program.names = argument_names(program, args, kwargs)
+    program = traced_call(fun, args, kwargs)
+    program.names = argument_names(program, args, kwargs)
     for name, array in zip(program.names, program.arrays, strict=True):
         if isinstance(array, (jax.ShapeDtypeStruct, jax.core.Tracer)):
             raise TypeError(
