@@ -1,4 +1,4 @@
-"""The command line of the inspections: `python -m mpjax COMMAND module:function`, a command for each row of `TOOLS`."""
+"""Runs a script in mixed precision, or inspects a function of it: `python -m mpjax COMMAND module:function`."""
 
 from __future__ import annotations
 
