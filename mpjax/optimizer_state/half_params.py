@@ -115,7 +115,8 @@ def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationEx
 
     Together they hold 22 bits of significand in float16, and 16 in bfloat16, in 4 bytes a param. Half params with
     master weights take 6. (The compensation is stored multiplied by a power of two. Otherwise that of a small float16
-    param would underflow.)
+    param would underflow.) A param that was changed outside, so that the compensation is more than half its spacing,
+    starts without one.
 
     Args:
         inner: The optimizer. It sees float32 gradients and the compensated params, so its state is float32 (see
@@ -155,7 +156,8 @@ def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationEx
         updates, inner_state = inner.update(_widen(grads), state.inner_state, full, **extra)
         targets = optax.apply_updates(full, updates)
         deltas = jax.tree.map(lambda p, t, u: _delta(p, _nearest(p, t), u), params, targets, updates)
-        # The new params. A param that shrinks by more than 2¹² in one step may miss its target slightly.
+        # The new params. A param that shrinks by more than 2¹² in one step may miss its target by float32's rounding of
+        # the step. That error can exceed half its spacing, and is then dropped by the next step.
         reached = jax.tree.map(lambda p, d: _nearest(p, _widen(p) + d), params, deltas)
         return deltas, KahanState(_compensation(params, targets, reached), inner_state)
 
@@ -202,7 +204,13 @@ def _compensated(params: Any, compensation: Any) -> Any:
                 f"kahan: the param {path_string(path)} is {p.dtype}, but the state holds {had} for it: the params were "
                 "cast after tx.init. Cast the params to the policy's param dtype first, then call tx.init."
             )
-        return p.astype(jnp.float32) + c.astype(jnp.float32) / _magnification(p) if is_half(p) else p
+        if not is_half(p):
+            return p
+        own, error = p.astype(jnp.float32), c.astype(jnp.float32) / _magnification(p)
+        # An error of more than half a spacing belongs to a param that was changed outside. (The factor: rounding the
+        # error itself may make it half a spacing.)
+        is_own = round_to_nearest(own + error * np.float32(1 - 2.0**-10), p.dtype) == p
+        return jnp.where(is_own, own + error, own)
 
     return jax.tree_util.tree_map_with_path(leaf, params, compensation)
 

@@ -36,16 +36,19 @@ def kahan(inner: Any) -> Any:
     def factor(p: Any) -> Any:
         return np.float32(2.0 ** (jnp.finfo(p.dtype).nmant + 1))
 
+    def compensated(p: Any, c: Any) -> Any:
+        if not is_half(p):
+            return p
+        own, error = p.astype(jnp.float32), c.astype(jnp.float32) / factor(p)
+        # A larger error is not that of this param.
+        return jnp.where((own + error * np.float32(1 - 2.0**-10)).astype(p.dtype) == p, own + error, own)
+
     def init(params: Any) -> Any:
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype) if is_half(p) else optax.MaskedNode(), params)
         return KahanState(zeros, inner.init(wide(params)))
 
     def update(grads: Any, state: Any, params: Any, **extra: Any) -> Any:
-        full = jax.tree.map(
-            lambda p, c: p.astype(jnp.float32) + c.astype(jnp.float32) / factor(p) if is_half(p) else p,
-            params,
-            state.compensation,
-        )
+        full = jax.tree.map(compensated, params, state.compensation)
         updates, inner_state = inner.update(wide(grads), state.inner_state, full, **extra)
         sums = jax.tree.map(jnp.add, full, updates)
         deltas = jax.tree.map(

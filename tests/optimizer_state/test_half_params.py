@@ -66,6 +66,18 @@ def test_kahan_sum_is_the_float64_sum_rounded(half, form):
     np.testing.assert_array_equal(np.asarray(params)[clear], low[clear])
 
 
+@pytest.mark.parametrize(("form", "half"), FORMS)
+def test_kahan_forgets_the_error_of_a_param_that_was_changed_outside(half, form):
+    tx = mpjax.kahan(optax.sgd(1.0))
+    params = np.full(2, 1000, half)  # whose rounding errors, of 0.2, are larger than the params of the checkpoint
+    step = step_by(tx, form)
+    params, state = step(np.full(2, -0.2, np.float32), tx.init(params), params)
+    loaded = np.asarray([0.01, float(params[1])], half)
+    reached, state = step(np.zeros(2, np.float32), state, loaded)
+    np.testing.assert_array_equal(reached, loaded)
+    np.testing.assert_allclose(_kahan_value(reached, state, half), [float(loaded[0]), 1000.2], rtol=1e-5)
+
+
 def _kahan_value(params, state, half):
     scale = 2.0 ** (int(jnp.finfo(half).nmant) + 1)
     return np.asarray(params, np.float64) + np.asarray(state.compensation, np.float64) / scale
