@@ -22,16 +22,11 @@ from examples.imagenet.image_folder import ImageFolder, open_image_folder
 from examples.speech.config import Config as SpeechConfig
 from examples.speech.dataset import open_speech
 from tests.examples.common.test_records import rows_of, write_hugging_face, write_tar
-from tests.examples.imagenet.image_tree import CLASSES, make_photo_tree
+from tests.examples.imagenet.image_tree import CLASSES
 
 
 def opened(root: Path, **options) -> list[ImageFolder]:
     return open_image_folder(root, 16, False, 0.0, **options)
-
-
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory) -> Path:
-    return make_photo_tree(tmp_path_factory.mktemp("photos"))
 
 
 def same(one: list[ImageFolder], other: list[ImageFolder]) -> None:
@@ -41,17 +36,17 @@ def same(one: list[ImageFolder], other: list[ImageFolder]) -> None:
         np.testing.assert_array_equal(found.labels, wanted.labels)
 
 
-def test_folders_win_over_archives_beside_them_and_val_has_other_names(tree, tmp_path):
-    root = shutil.copytree(tree, tmp_path / "photos")
+def test_folders_win_over_archives_beside_them_and_val_has_other_names(photos, tmp_path):
+    root = shutil.copytree(photos, tmp_path / "photos")
     for name in ("train.tar", "val.tar.gz"):
         tarfile.open(root / name, "w").close()
     for word in ("valid", "test"):
         (root / ("val" if word == "valid" else "valid")).rename(root / word)
-        same(opened(root), opened(tree))
+        same(opened(root), opened(photos))
 
 
-def test_entries_of_a_tar_have_images_of_several_kinds_and_names_in_txt(tree, tmp_path):
-    train, val = opened(tree)
+def test_entries_of_a_tar_have_images_of_several_kinds_and_names_in_txt(photos, tmp_path):
+    train, val = opened(photos)
     for split, folder in (("train", train), ("val", val)):
         rows = rows_of(folder, "jpg", "txt")
         kinds = ("jpg", "jpeg", "png", "webp")
@@ -60,8 +55,8 @@ def test_entries_of_a_tar_have_images_of_several_kinds_and_names_in_txt(tree, tm
     same(opened(tmp_path), [train, val])
 
 
-def test_fields_may_have_any_name(tree, tmp_path):
-    folders = opened(tree)
+def test_fields_may_have_any_name(photos, tmp_path):
+    folders = opened(photos)
     for split, folder in zip(("train", "val"), folders, strict=True):
         write_tar(tmp_path / f"{split}.tar", rows_of(folder, "pixels", "kind"))
     with pytest.raises(UsageError, match="for the label; name it with --label-field"):
@@ -69,20 +64,20 @@ def test_fields_may_have_any_name(tree, tmp_path):
     same(opened(tmp_path, image_field="pixels", label_field="kind"), folders)
 
 
-def test_class_names_that_repeat_are_refused(tree, tmp_path):
-    for split, folder in zip(("train", "val"), opened(tree), strict=True):
+def test_class_names_that_repeat_are_refused(photos, tmp_path):
+    for split, folder in zip(("train", "val"), opened(photos), strict=True):
         write_tar(tmp_path / f"{split}.tar", rows_of(folder, "jpg", "cls"))
     for names, named in (("crane\ncrane\n", "'crane' is empty or repeated"), ("cat\n\ndog\n", "'' is empty")):
         (tmp_path / "labels.txt").write_text(names)
         with pytest.raises(UsageError, match=named):
             opened(tmp_path)
     with pytest.raises(UsageError, match="are for shards"):
-        opened(tree, image_field="jpg")
+        opened(photos, image_field="jpg")
 
 
-def test_hub_snapshots_and_saved_datasets_of_one_split_each(tree, tmp_path):
+def test_hub_snapshots_and_saved_datasets_of_one_split_each(photos, tmp_path):
     datasets = pytest.importorskip("datasets")
-    folders = opened(tree)
+    folders = opened(photos)
     write_hugging_face(
         tmp_path / "both",
         {split: rows_of(folder, "image", "label") for split, folder in zip(("train", "test"), folders, strict=True)},

@@ -21,7 +21,7 @@ from examples.common.records import example_type
 from examples.imagenet import image_folder
 from examples.imagenet.image_folder import ImageFolder, open_image_folder, open_image_records
 from examples.speech.dataset import open_speech
-from tests.examples.imagenet.image_tree import CLASSES, make_photo_tree
+from tests.examples.imagenet.image_tree import CLASSES
 
 Rows = Sequence[dict[str, Any]]
 
@@ -108,11 +108,6 @@ FORMATS = {
     "webdataset": (sharded(write_tar, "{split}/photos-{number:04d}.tar"), "jpg", "cls"),
     "hugging_face": (write_hugging_face, "image", "label"),
 }
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_photo_tree(tmp_path_factory.mktemp("photos"))
 
 
 def opened(root: Path, **options: Any) -> list[ImageFolder]:

@@ -52,6 +52,12 @@ def digit_flags(output: Path, *flags: str) -> list[str]:
     return ["--epochs", "2", "--batch-size", "32", "--devices", "1", "--output", str(output), *flags]
 
 
+def folder_flags(root: Path, *flags: str) -> list[str]:
+    """The flags of a tiny run on a tree of images."""
+    tiny = ["--image-size", "16", "--model", "resnet8", "--batch-size", "4", "--epochs", "1", "--devices", "1"]
+    return ["--data-dir", str(root), *tiny, *flags]
+
+
 def digits_task(devices: int = 1, **flags: Any) -> ImageTask:
     """The task of a run with these flags."""
     config = Config(**{"batch_size": 32, **flags})

@@ -17,21 +17,9 @@ from examples.imagenet import decoding
 from examples.imagenet.data import Augmentation, Batch, Dataset, Digits, Mnist, evaluation_batches, train_batches
 from examples.imagenet.decoding import Crop, View, middle_box, random_box
 from examples.imagenet.image_folder import ImageFolder, open_image_folder
-from tests.examples.imagenet.image_tree import CLASSES, cat, make_photo_tree
+from tests.examples.imagenet.image_tree import CLASSES, cat
 
 # Batches.
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tree of photographs that tests do not modify."""
-    return make_photo_tree(tmp_path_factory.mktemp("photos"))
-
-
-@pytest.fixture
-def own_photos(tmp_path: Path) -> Path:
-    """A tree of photographs that a test may modify."""
-    return make_photo_tree(tmp_path / "photos")
 
 
 def opened(root: Path, max_unreadable: float = 0.01) -> tuple[ImageFolder, ImageFolder]:

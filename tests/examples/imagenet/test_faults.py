@@ -23,8 +23,7 @@ from examples.imagenet import task as image_task
 from examples.imagenet.config import Config
 from examples.imagenet.image_folder import list_tree
 from examples.imagenet.train import ImageTask, main
-from tests.examples.imagenet.image_tree import make_photo_tree
-from tests.examples.imagenet.runs import FewDigits, digit_flags, digits_task, error_of
+from tests.examples.imagenet.runs import FewDigits, digit_flags, digits_task, error_of, folder_flags
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -37,11 +36,6 @@ def trained(quick_runs, tmp_path_factory):
     return output
 
 
-@pytest.fixture
-def photos(tmp_path):
-    return make_photo_tree(tmp_path / "photos")
-
-
 # Wrong results.
 
 
@@ -51,7 +45,7 @@ def test_model_is_not_tested_on_other_classes(trained, monkeypatch, capsys):
     assert "the model has the classes '0', '1'" in error
 
 
-def test_model_is_tested_on_the_images_that_the_flags_name(trained, photos, tmp_path, capsys):
+def test_model_is_tested_on_the_images_that_the_flags_name(trained, own_photos, tmp_path, capsys):
     """Regardless of the training data: `--dataset` or `--data-dir`."""
     flags = ["--mode", "evaluate", "--devices", "1", "--output"]
     error = error_of([*flags, str(trained), "--dataset", "mnist"], capsys)
@@ -62,7 +56,7 @@ def test_model_is_tested_on_the_images_that_the_flags_name(trained, photos, tmp_
     shutil.copytree(trained, of_mnist)
     settings = json.loads((of_mnist / "config.json").read_text())
     (of_mnist / "config.json").write_text(json.dumps(settings | {"dataset": "mnist"}))
-    error = error_of([*flags, str(of_mnist), "--data-dir", str(photos)], capsys)
+    error = error_of([*flags, str(of_mnist), "--data-dir", str(own_photos)], capsys)
     assert "the model has the classes '0', '1'" in error
 
 
@@ -88,26 +82,14 @@ def test_only_one_process_trains_in_a_folder(tmp_path):
     RunFolder.reopen(tmp_path / "run", config).unlock()
 
 
-def test_run_with_too_many_bad_images_resumes_with_another_limit(photos, tmp_path, capsys):
-    for path in sorted((photos / "train" / "china").iterdir())[:2]:
+def test_run_with_too_many_bad_images_resumes_with_another_limit(own_photos, tmp_path, capsys):
+    for path in sorted((own_photos / "train" / "china").iterdir())[:2]:
         path.write_bytes(b"no image")
-    flags = [
-        "--data-dir",
-        str(photos),
-        "--image-size",
-        "16",
-        "--model",
-        "resnet8",
-        "--batch-size",
-        "4",
-        "--epochs",
-        "1",
-    ]
-    flags += ["--devices", "1", "--output", str(tmp_path / "run")]
+    flags = folder_flags(own_photos, "--output", str(tmp_path / "run"))
     error = error_of(flags, capsys)
     assert "2 of 12 files can't be used" in error
     assert "--max-unreadable 0.01" in error
-    assert str(photos / "train" / "china") in error
+    assert str(own_photos / "train" / "china") in error
     assert main([*flags, "--resume", "--max-unreadable", "0.5"]) == 0
 
 
@@ -185,24 +167,24 @@ def test_arrays_of_another_shape_are_not_read(tmp_path):
 # Nothing is ignored silently.
 
 
-def test_images_of_all_formats_count_and_other_files_are_reported(photos, capsys):
-    folder = photos / "train" / "china"
+def test_images_of_all_formats_count_and_other_files_are_reported(own_photos, capsys):
+    folder = own_photos / "train" / "china"
     with Image.open(next(folder.iterdir())) as image:
         for ending in ("webp", "bmp", "jpe"):
             image.convert("RGB").save(folder / f"more.{ending}", format={"jpe": "JPEG"}.get(ending))
-    before = len(list_tree(photos)[1][0].paths)
+    before = len(list_tree(own_photos)[1][0].paths)
     (folder / "notes.txt").write_text("no image")
-    assert len(list_tree(photos)[1][0].paths) == before
+    assert len(list_tree(own_photos)[1][0].paths) == before
     assert " .txt" in capsys.readouterr().err
-    assert {"more.webp", "more.bmp", "more.jpe"} <= {path.rsplit("/")[-1] for path in list_tree(photos)[1][0].paths}
+    assert {"more.webp", "more.bmp", "more.jpe"} <= {path.rsplit("/")[-1] for path in list_tree(own_photos)[1][0].paths}
 
 
-def test_class_without_test_images_is_refused(photos):
-    (photos / "train" / "empty").mkdir()
-    shutil.copy(next((photos / "train" / "china").iterdir()), photos / "train" / "empty")
-    (photos / "val" / "empty").mkdir()
+def test_class_without_test_images_is_refused(own_photos):
+    (own_photos / "train" / "empty").mkdir()
+    shutil.copy(next((own_photos / "train" / "china").iterdir()), own_photos / "train" / "empty")
+    (own_photos / "val" / "empty").mkdir()
     with pytest.raises(UsageError, match="'empty' of val"):
-        list_tree(photos)
+        list_tree(own_photos)
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from examples.common.flags import parse
 from examples.common.modes import measure
 from examples.imagenet.__main__ import main
 from examples.imagenet.config import Config
-from tests.examples.imagenet.runs import error_of
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -61,26 +60,6 @@ def test_measurement_excludes_the_warm_up():
     last, results = measure(step, warmup=2, iterations=3, items=1, unit="images", one_by_one=True)
     assert last == 4
     assert 10 <= results["latency_milliseconds"]["p99"] < 500
-
-
-@pytest.mark.parametrize(
-    ("flags", "quoted"),
-    [
-        (["--mode", "evaluate"], "add --output DIR or --weights FILE"),
-        (["--mode", "training_benchmark", "--iter-unit", "epoch"], "--iter-unit: invalid choice: 'epoch'"),
-        (["--mode", "training_benchmark", "--dataset", "mnist"], "leave out --data-dir and --dataset"),
-        (["--loss-scale", "big"], "--loss-scale 'big'"),
-        (["--loss-scale", "0"], "--loss-scale '0'"),
-        (["--mode", "predict", "--output", "no/such/run"], "'no/such/run' holds no run"),
-        (["--mode", "evaluate", "--weights", "no/such/file"], "'no/such/file'"),
-        (["--devices", "9"], "--devices 9"),
-        (["--ema", "1"], "--ema 1"),
-    ],
-)
-def test_bad_flags_end_in_one_line(flags, quoted, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert quoted in error_of(flags, capsys)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.gpu

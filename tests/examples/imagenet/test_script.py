@@ -20,26 +20,15 @@ from examples.common.run_folder import RunFolder
 from examples.common.training import checked_sums, evaluation_means, masked_sums, means
 from examples.imagenet.__main__ import main
 from testing.measures import half_share
-from tests.examples.imagenet.image_tree import make_photo_tree
 from tests.examples.imagenet.runs import (
     digit_flags,
     digits_task,
     error_of,
+    folder_flags,
     state_and_batch,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
-
-
-@pytest.fixture
-def own_photos(tmp_path: Path) -> Path:
-    """A tree of photographs that a test may modify."""
-    return make_photo_tree(tmp_path / "photos")
-
-
-def folder_flags(root: Path, *flags: str) -> list[str]:
-    tiny = ["--image-size", "16", "--model", "resnet8", "--batch-size", "4", "--epochs", "1", "--devices", "1"]
-    return ["--data-dir", str(root), *tiny, *flags]
 
 
 def events(folder: Path) -> Iterator[Event]:
@@ -194,6 +183,15 @@ def test_photos_train_and_unreadable_ones_are_named_and_counted(own_photos, tmp_
         (["--data-dir", ".", "--test-crop", "0"], "--test-crop 0.0: give more than 0"),
         (["--dataset", "mnist", "--image-size", "8"], "--image-size 8: the images of mnist are 28x28"),
         (["--dataset", "mnist", "--data-dir", "photos"], "--dataset mnist: --data-dir photos would replace it"),
+        (["--mode", "evaluate"], "add --output DIR or --weights FILE"),
+        (["--mode", "training_benchmark", "--iter-unit", "epoch"], "--iter-unit: invalid choice: 'epoch'"),
+        (["--mode", "training_benchmark", "--dataset", "mnist"], "leave out --data-dir and --dataset"),
+        (["--loss-scale", "big"], "--loss-scale 'big'"),
+        (["--loss-scale", "0"], "--loss-scale '0'"),
+        (["--mode", "predict", "--output", "no/such/run"], "'no/such/run' holds no run"),
+        (["--mode", "evaluate", "--weights", "no/such/file"], "'no/such/file'"),
+        (["--devices", "9"], "--devices 9"),
+        (["--ema", "1"], "--ema 1"),
         (["--data-dir", "no/such/folder"], "'no/such/folder' is not a folder"),
         (["--resume"], "--output DIR"),
         (["--resume", "--output", "no/such/run"], "'no/such/run' holds no run"),
