@@ -10,7 +10,7 @@ import optax
 
 from examples.imagenet.networks import Bottleneck, ResNet
 
-from .workload import Batch, Workload, register
+from .workload import ImageWorkload, register
 
 
 class TrainedResNet(ResNet):
@@ -21,23 +21,13 @@ class TrainedResNet(ResNet):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ResNet50(Workload):
-    side: int = 224
-    classes: int = 1000
+class ResNet50(ImageWorkload):
     stages: tuple[int, ...] = (3, 4, 6, 3)
     width: int = 64
-    arguments = ("images",)
     shallow_sizes: ClassVar[dict[str, Any]] = {"batch_size": 64, "stages": (1,)}
 
     def module(self, dtype: Any = None) -> ResNet:
         return TrainedResNet(self.stages, Bottleneck, self.classes, self.width, dtype)
-
-    def batch(self, key: jax.Array) -> Batch:
-        images, labels = jax.random.split(key)
-        return {
-            "images": jax.random.normal(images, (self.batch_size, self.side, self.side, 3)),
-            "labels": jax.random.randint(labels, (self.batch_size,), 0, self.classes),
-        }
 
     def optimizer(self) -> optax.GradientTransformation:
         return optax.sgd(0.1, momentum=0.9)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .transformer import Block, stack
-from .workload import Batch, Workload, register
+from .workload import ImageWorkload, register
 
 
 class VisionTransformer(nn.Module):
@@ -41,9 +41,7 @@ class VisionTransformer(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Vit(Workload):
-    side: int = 224
-    classes: int = 1000
+class Vit(ImageWorkload):
     patch: int = 16
     features: int = 768
     layers: int = 12
@@ -52,15 +50,7 @@ class Vit(Workload):
     loop: bool = False
     fused: Any = None
     model = VisionTransformer
-    arguments = ("images",)
     shallow_sizes: ClassVar[dict[str, Any]] = {"layers": 1}
-
-    def batch(self, key: jax.Array) -> Batch:
-        images, labels = jax.random.split(key)
-        return {
-            "images": jax.random.normal(images, (self.batch_size, self.side, self.side, 3)),
-            "labels": jax.random.randint(labels, (self.batch_size,), 0, self.classes),
-        }
 
 
 register("vit_b16", Vit(batch_size=128))

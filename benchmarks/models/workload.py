@@ -89,6 +89,22 @@ class Workload(abc.ABC):
         return dataclasses.replace(self, **self.shallow_sizes)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageWorkload(Workload):
+    """A classifier of images, by default at ImageNet's sizes."""
+
+    side: int = 224
+    classes: int = 1000
+    arguments = ("images",)
+
+    def batch(self, key: jax.Array) -> Batch:
+        images, labels = jax.random.split(key)
+        return {
+            "images": jax.random.normal(images, (self.batch_size, self.side, self.side, 3)),
+            "labels": jax.random.randint(labels, (self.batch_size,), 0, self.classes),
+        }
+
+
 class TextWorkload(Workload):
     """Predicts the next token of each."""
 

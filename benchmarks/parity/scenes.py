@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
+import flax.linen as nn
+import jax
 import numpy as np
 
+from benchmarks.parity.family import MODEL, Batch, Family, Loss, Models, adam
 from benchmarks.parity.sources import digits
 
 SIDE, OBJECTS, CLASSES = 32, 3, 10
@@ -123,3 +127,34 @@ def _suppressed(scores: np.ndarray, boxes: np.ndarray, keep: int = 6) -> list[in
         if len(kept) < keep and (not kept or overlaps(boxes[i][None], boxes[kept]).max() < 0.5):
             kept.append(int(i))
     return kept
+
+
+def detector(name: str, model: nn.Module, loss: Loss, scores: Callable[[jax.Array], jax.Array], peak: float) -> Family:
+    """The family of a detector.
+
+    Args:
+        name: As in `Family`.
+        model: Maps images to the logits of anchors and their offsets.
+        loss: As in `Family`.
+        scores: Maps logits to the scores of classes.
+        peak: Largest learning rate.
+    """
+
+    def predict(models: Models, test: Batch) -> tuple[jax.Array, jax.Array]:
+        logits, offsets = models(test["image"])
+        return scores(logits), offsets
+
+    return Family(
+        name=name,
+        data="generated scenes of digits (scikit-learn)",
+        metric="mAP at 0.5, %",
+        modules={MODEL: model},
+        losses={MODEL: loss},
+        example=lambda batch: {MODEL: (batch["image"],)},
+        batch=lambda rng: with_targets(scenes(rng, 16)),
+        test=held_out,
+        predict=predict,
+        score=average_precision,
+        optimizer=adam(peak, 250, clip=5.0),
+        steps=250,
+    )

@@ -8,10 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.parity.family import MODEL, Family, accuracy, adam, classes_of_images, classify_images, draw
-from benchmarks.parity.sources import digits
-
-STEPS, TRAIN = 150, 400
+from benchmarks.parity.families.resnet import of_digits
 
 
 class Separable(nn.Module):
@@ -39,17 +36,4 @@ class MobileNet(nn.Module):
         return nn.Dense(10)(jnp.mean(x, (1, 2)))
 
 
-FAMILY = Family(
-    name="MobileNet",
-    data="digits (scikit-learn), 400 to train",
-    metric="accuracy, %",
-    modules={MODEL: MobileNet()},
-    losses={MODEL: classify_images},
-    example=lambda batch: {MODEL: (batch["image"], True)},
-    batch=lambda rng: draw(rng, digits(TRAIN)[0], 32),
-    test=lambda: digits(TRAIN)[1],
-    predict=classes_of_images,
-    score=accuracy,
-    optimizer=adam(3e-3, STEPS),
-    steps=STEPS,
-)
+FAMILY = of_digits("MobileNet", MobileNet())

@@ -42,17 +42,22 @@ class ResNet(nn.Module):
         return nn.Dense(10)(jnp.mean(x, (1, 2)))
 
 
-FAMILY = Family(
-    name="ResNet v1.5",
-    data="digits (scikit-learn), 400 to train",
-    metric="accuracy, %",
-    modules={MODEL: ResNet()},
-    losses={MODEL: classify_images},
-    example=lambda batch: {MODEL: (batch["image"], True)},
-    batch=lambda rng: draw(rng, digits(TRAIN)[0], 32),
-    test=lambda: digits(TRAIN)[1],
-    predict=classes_of_images,
-    score=accuracy,
-    optimizer=adam(3e-3, STEPS),
-    steps=STEPS,
-)
+def of_digits(name: str, model: nn.Module) -> Family:
+    """The family of an image classifier on digits."""
+    return Family(
+        name=name,
+        data="digits (scikit-learn), 400 to train",
+        metric="accuracy, %",
+        modules={MODEL: model},
+        losses={MODEL: classify_images},
+        example=lambda batch: {MODEL: (batch["image"], True)},
+        batch=lambda rng: draw(rng, digits(TRAIN)[0], 32),
+        test=lambda: digits(TRAIN)[1],
+        predict=classes_of_images,
+        score=accuracy,
+        optimizer=adam(3e-3, STEPS),
+        steps=STEPS,
+    )
+
+
+FAMILY = of_digits("ResNet v1.5", ResNet())

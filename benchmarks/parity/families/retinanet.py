@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.parity.family import MODEL, Batch, Family, Models, adam
-from benchmarks.parity.scenes import CLASSES, average_precision, held_out, scenes, with_targets
+from benchmarks.parity.family import Batch, Models
+from benchmarks.parity.scenes import CLASSES, detector
 
-STEPS, PRIOR = 250, 4.6  # the logit of 0.01, the prior of an object
+PRIOR = 4.6  # the logit of 0.01, the prior of an object
 
 
 class Head(nn.Module):
@@ -42,22 +42,4 @@ def loss(models: Models, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]
     return (jnp.sum(focal) + jnp.sum(jnp.where(positive, box, 0.0))) / jnp.sum(positive), {}
 
 
-def predict(models: Models, test: Batch) -> tuple[jax.Array, jax.Array]:
-    logits, offsets = models(test["image"])
-    return jax.nn.sigmoid(logits), offsets
-
-
-FAMILY = Family(
-    name="RetinaNet",
-    data="generated scenes of digits (scikit-learn)",
-    metric="mAP at 0.5, %",
-    modules={MODEL: RetinaNet()},
-    losses={MODEL: loss},
-    example=lambda batch: {MODEL: (batch["image"],)},
-    batch=lambda rng: with_targets(scenes(rng, 16)),
-    test=held_out,
-    predict=predict,
-    score=average_precision,
-    optimizer=adam(6e-3, STEPS, clip=5.0),
-    steps=STEPS,
-)
+FAMILY = detector("RetinaNet", RetinaNet(), loss, jax.nn.sigmoid, 6e-3)

@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.parity.family import MODEL, Batch, Family, Models, adam
-from benchmarks.parity.scenes import CLASSES, average_precision, held_out, scenes, with_targets
-
-STEPS = 250
+from benchmarks.parity.family import Batch, Models
+from benchmarks.parity.scenes import CLASSES, detector
 
 
 class SSD(nn.Module):
@@ -39,22 +37,4 @@ def loss(models: Models, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]
     return total / jnp.sum(count), {}
 
 
-def predict(models: Models, test: Batch) -> tuple[jax.Array, jax.Array]:
-    logits, offsets = models(test["image"])
-    return jax.nn.softmax(logits)[..., :CLASSES], offsets
-
-
-FAMILY = Family(
-    name="SSD",
-    data="generated scenes of digits (scikit-learn)",
-    metric="mAP at 0.5, %",
-    modules={MODEL: SSD()},
-    losses={MODEL: loss},
-    example=lambda batch: {MODEL: (batch["image"],)},
-    batch=lambda rng: with_targets(scenes(rng, 16)),
-    test=held_out,
-    predict=predict,
-    score=average_precision,
-    optimizer=adam(3e-3, STEPS, clip=5.0),
-    steps=STEPS,
-)
+FAMILY = detector("SSD", SSD(), loss, lambda logits: jax.nn.softmax(logits)[..., :CLASSES], 3e-3)
