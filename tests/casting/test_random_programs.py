@@ -93,6 +93,17 @@ def test_a_primitive_that_jax_fails_to_replace_ends_only_the_comparison_of_value
     check(Case(program, "vmap_of_grad", "float16"))
 
 
+def test_a_mask_outside_of_a_shard_map_on_explicit_axes_stays_there():
+    """A mask moves into the program of its attention, unless its type has the axes of a mesh."""
+    program = """def program(w, x, b, s, n):
+    def on_each(b, mask):
+        return b + (jax.nn.softmax(mask @ mask.T + mask) @ mask)[:1]
+    fun = jax.shard_map(on_each, mesh=MESH, in_specs=(P('i'), P()), out_specs=P('i'), check_vma=False)
+    return replicated(fun(sharded(jnp.stack([b, b])), replicated(jnp.tril(jnp.ones((3, 3)))))),
+"""
+    check(Case(program, "value", "float16", rules="fused", explicit=True))
+
+
 @pytest.mark.parametrize("transform", ["value", "outside_grad", "jvp"])
 def test_a_ragged_matmul_inside_auto_axes_is_evaluated(transform):
     program = """def program(w, x, b, s, n):

@@ -159,7 +159,7 @@ def _mask_inside(eqn: Any, inner: SubJaxpr, flow: Flow) -> Any:
     """An equation whose sub-jaxpr computes the constants among its operands."""
     jaxpr, of_masks, names = inner.opened, [], {}
     for v, i in list(zip(jaxpr.invars, inner.operands, strict=True))[: inner.consts]:
-        if i is None or not getattr(v.aval, "shape", ()) or not _is_whole(eqn, i):
+        if i is None or not getattr(v.aval, "shape", ()) or not _means_the_same_inside(eqn, i, v):
             continue
         within: dict[Any, Any] = {}
         for maker in flow.makers(eqn.invars[i]) or ():
@@ -180,8 +180,11 @@ def _mask_inside(eqn: Any, inner: SubJaxpr, flow: Flow) -> Any:
     return compat.with_sub_jaxpr(eqn, inner.jaxpr, new)
 
 
-def _is_whole(eqn: Any, i: int) -> bool:
-    """Whether each device gets the whole of an operand."""
+def _means_the_same_inside(eqn: Any, i: int, v: Any) -> bool:
+    """Whether each device gets the whole of an operand, and explicit axes that are in its type are in its type inside."""
+    mesh = eqn.invars[i].aval.sharding.mesh
+    if mesh._any_axis_explicit and mesh != v.aval.sharding.mesh:
+        return False
     return eqn.primitive.name != "shard_map" or not compat.axes_of_spec(eqn.params["in_specs"][i])
 
 
