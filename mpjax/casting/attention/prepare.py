@@ -181,7 +181,7 @@ def _mask_inside(eqn: Any, inner: SubJaxpr, flow: Flow) -> Any:
 
 
 def _means_the_same_inside(eqn: Any, i: int, v: Any) -> bool:
-    """Whether each device gets the whole of an operand, and explicit axes that are in its type are in its type inside."""
+    """Whether each device gets the whole of an operand, in whose type no explicit axes differ inside."""
     mesh = eqn.invars[i].aval.sharding.mesh
     if mesh._any_axis_explicit and mesh != v.aval.sharding.mesh:
         return False
