@@ -532,8 +532,25 @@ def checkpoint(fun: Callable[..., Any], args: Sequence[Any], prevent_cse: Any, p
     """Calls `jax.checkpoint(fun)`, or `fun` under jet, which has no rule for it."""
     if under_jet():
         return fun(*args)
+    _correct_checkify()
     with _REMAT3(False) if _REMAT3 is not None else contextlib.nullcontext():
         return jax.checkpoint(fun, prevent_cse=prevent_cse, policy=policy)(*args)
+
+
+@functools.cache
+def _correct_checkify() -> None:
+    """Lets `checkify` read a remat that has one flag per operand: JAX's rule adds operands, but no flags for them."""
+    from jax._src import ad_checkpoint, checkify
+
+    rule = checkify.error_checks[ad_checkpoint.remat_p]
+
+    def with_flags(*args: Any, prevent_cse: Any, **params: Any) -> Any:
+        if isinstance(prevent_cse, tuple):
+            errors = [x for x in args if isinstance(x, checkify.Error)]
+            prevent_cse = (False,) * len(jax.tree.leaves(errors)) + prevent_cse
+        return rule(*args, prevent_cse=prevent_cse, **params)
+
+    checkify.error_checks[ad_checkpoint.remat_p] = with_flags
 
 
 # Under `jax_remat3`, JAX's upcoming implementation, operations that a JVP rule recomputes can't be transposed.

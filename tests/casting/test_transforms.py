@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import sparse
+from jax.experimental import checkify, sparse
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -160,3 +160,25 @@ def test_sparsify_of_an_autocast_function_as_the_docs_describe():
         sparse.sparsify(mpjax.autocast(fun))(*arguments)
     found = sparse.sparsify(mpjax.autocast(fun, rules=mpjax.Rules(weight_gradients="half")))(*arguments)
     close(found, fun(W, X), 1e-2)
+
+
+@pytest.mark.parametrize("errors", [checkify.user_checks, checkify.all_checks], ids=["user", "all"])
+@pytest.mark.parametrize("outside", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_under_checkify(errors, outside):
+    """JAX's rule for a remat with one flag per operand adds operands, but no flags for them."""
+
+    def loss(w, x, check=checkify.check):
+        y = jnp.tanh(x @ w) * 2
+        check(jnp.all(y < 1.5), "too large")
+        return jnp.mean(jax.nn.softmax(y @ w) ** 2)
+
+    def unchecked(w, x):
+        return loss(w, x, lambda *_: None)
+
+    cast = functools.partial(mpjax.autocast, policy="mixed_float16")
+    checked = outside(checkify.checkify(jax.grad(cast(loss)), errors=errors))
+    for scale, fails in ((0.1, False), (1.0, True)):
+        w, x = scale * jnp.eye(4), jnp.ones((2, 4))
+        error, found = checked(w, x)
+        assert bool(error.get()) == fails
+        np.testing.assert_array_equal(found, jax.grad(cast(unchecked))(w, x))
