@@ -88,10 +88,8 @@ class Config(RunConfig):
     buckets: Count = TRAINING(2, "number of lengths to pad utterances to", uses=_TESTED)
 
     # Audio files are transcribed one by one, on one device.
-    batch_size: Count | None = RECIPE(None, "utterances per step, over all devices together", uses=(*BUILD, "evaluate"))
-    devices: int | None = DEVICES(
-        None, "number of devices that share a batch (default: all)", uses=(*BUILD, "evaluate")
-    )
+    batch_size: Count | None = RECIPE(None, "utterances per step, over all devices together", uses=_BATCHED)
+    devices: int | None = DEVICES(None, "number of devices that share a batch (default: all)", uses=_BATCHED)
     workers: Count = DEVICES(os.cpu_count() or 1, "number of threads that load data", uses=_TESTED)
 
     longest: Positive = BENCHMARK(4.0, "longest utterance in seconds; others from a quarter of it")
