@@ -66,7 +66,8 @@ def _cause(report: Any) -> str:
     message = crash.message if crash is not None else str(report.longrepr)[-300:]
     lines = re.findall(r"mpjax/((?:casting|_jaxpr)[\w/]*\.py):(\d+)", str(report.longrepr))
     where = f" at {lines[-1][0]}:{lines[-1][1]}" if lines else ""
-    return re.sub(r"\s+", " ", message.partition("\n-----")[0])[:200] + where
+    message = re.sub(r"/\S*/(\w+\.py)", r"\1", message.partition("\n-----")[0])  # without the machine's folders
+    return re.sub(r"\s+", " ", message)[:200] + where
 
 
 def _caster(fun: Any) -> Any:
