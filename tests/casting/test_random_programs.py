@@ -80,6 +80,14 @@ def test_jaxs_derivative_of_a_solve_may_apply_its_operator_in_float32():
     assert check(Case(program, "grad", "float16")) == "checked"
 
 
+def test_a_program_that_compares_a_value_with_its_rounding_is_judged_in_its_own_dtypes():
+    program = """def program(w, x, b, s, n):
+    y = jnp.dot(x.astype(jnp.float16), w.astype(jnp.float16)).astype(jnp.float32)
+    return jnp.where(y.astype(jnp.bfloat16).astype(jnp.float32) < y, 1.0, y),
+"""
+    check(Case(program, "value", "bfloat16"))
+
+
 def test_a_primitive_that_jax_fails_to_replace_ends_only_the_comparison_of_values():
     """Since JAX 0.12 it lowers this program no further: its callback has no rule for the batch."""
     program = """def program(w, x, b, s, n):
