@@ -159,7 +159,8 @@ class Data(NamedTuple):
 def open_data(config: Config, about: Description | None = None) -> Data:
     """Opens the images of the flags; `about` describes those of a trained model, which needs no training images."""
     if about is not None:
-        if about.image_shape[-1] == 1 if config.images else config.data_dir is None:
+        whole = about.image_shape[-1] == 1  # a grey model sees the whole of each image of `--images`
+        if whole if config.images else config.data_dir is None:
             config.refuse_flags_of_files()
         test = None if config.images else _open(config, ["val"], about.classes)[0]
         if test is not None:
