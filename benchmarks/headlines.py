@@ -36,11 +36,12 @@ class Headline(NamedTuple):
 
 
 def headlines(folder: pathlib.Path) -> list[Headline]:
-    """The rows for which a folder has results, measured ones before planned ones."""
+    """The rows for which a folder has results; no planned ones where a GPU was measured."""
     found: list[Headline] = []
+    measured = (folder / "training_gpu.json").exists()
     for name, headline in _HEADLINES.items():
         path = folder / f"{name}.json"
-        if path.exists():
+        if path.exists() and not (measured and headline is _planned):
             found += headline(json.loads(path.read_text())["results"])
     return found
 
@@ -51,15 +52,19 @@ def table(rows: list[Headline], link: str = "") -> str:
 
 
 def _training(results: Results) -> Iterator[Headline]:
-    speeds = {
-        way: [(model, speedup(results[model], f"{way}_float16", "float32")) for model in MODELS if model in results]
-        for way in ("autocast", "flax")
-    }
-    known = {way: ", ".join(f"{model} {s:.2f}×" for model, s in of_way if s) for way, of_way in speeds.items()}
-    if known["autocast"]:
-        yield Headline(
-            "Speed of a float16 training step over float32", known["autocast"], known["flax"], "Training steps on a GPU"
-        )
+    def speeds(cell: str, full: str) -> str:
+        found = {model: speedup(results.get(model, {}), cell, full) for model in MODELS}
+        return ", ".join(f"{model} {found[model]:.2f}×" for model in MODELS if found[model])
+
+    fused = "autocast_bfloat16_fused", "flax_bfloat16+cudnn_attention"
+    for what, full, ours, by_hand in (
+        ("float16 training step over float32", "float32", "autocast_float16", "flax_float16"),
+        ("bfloat16 training step over TF32", "tf32", "autocast_bfloat16", "flax_bfloat16"),
+        ("bfloat16 step with fused attention", "tf32", *fused),
+    ):
+        if speeds(ours, full):
+            known = f"hand-written {speeds(by_hand, full) or '-'}"
+            yield Headline(f"Speed of a {what}", speeds(ours, full), known, "Training steps on a GPU")
 
 
 def _faults(results: Results) -> Iterator[Headline]:

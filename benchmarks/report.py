@@ -97,7 +97,7 @@ def origin(environment: dict[str, Any]) -> str:
     command = f"`{environment['command']}`: " if environment.get("command") else ""
     return (
         command
-        + ", ".join(f"{key} {environment[key]}" for key in ("device", "jax", "mpjax") if key in environment)
+        + ", ".join(f"{key} {environment[key]}" for key in ("device", "driver", "jax", "mpjax") if key in environment)
         + "."
     )
 
@@ -121,7 +121,7 @@ def read(path: pathlib.Path) -> Content:
 def plot_all(folder: pathlib.Path) -> list[str]:
     """Draws the plots for which there are results, and returns their file names."""
     names = []
-    measured = (folder / "training_gpu.json").exists()
+    measured = any("float32" in rows for rows in read(folder / "training_gpu.json").get("results", {}).values())
     plans = () if measured else (("planned_memory.png", "training_dry_run.json", _planned_memory),)
     for name, source, draw in (
         *plans,
