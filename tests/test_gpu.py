@@ -47,9 +47,7 @@ def test_gradients_are_as_close_as_rounding_allows(way, policy, params, batch):
     assert relative_error(grads, reference) <= limit
 
 
-STORED = pytest.mark.xfail(
-    strict=True, reason="XLA stores the float32 cotangent of a recomputed tanh; `residuals='full'` avoids it"
-)
+STORED = pytest.mark.xfail(strict=True, reason="XLA stores the cotangent of a recomputed tanh in float32")
 
 
 @pytest.mark.parametrize("way", [pytest.param("autocast", marks=STORED), "module"])
