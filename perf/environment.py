@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pathlib
 import platform
+import shutil
+import subprocess
 import sys
 from typing import Any
 
@@ -30,10 +32,17 @@ def environment(without: dict[str, int | None] | None = None) -> dict[str, Any]:
         "platform": device.platform,
         "device": device.device_kind if device.platform != "cpu" else f"CPU, {os.cpu_count()} cores",
         "platform_version": device.client.platform_version.splitlines()[0],
+        **(_driver() if device.platform == "gpu" else {}),
         **versions(),
         "python": platform.python_version(),
         "command": f"python -m {_module_name()} {' '.join(_arguments(without or {}))}".strip(),
     }
+
+
+def _driver() -> dict[str, str]:
+    """The version of NVIDIA's driver, where its tool is installed."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return {"driver": subprocess.check_output(query, text=True).splitlines()[0]} if shutil.which(query[0]) else {}
 
 
 def _arguments(without: dict[str, int | None]) -> list[str]:
