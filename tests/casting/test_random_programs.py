@@ -85,7 +85,7 @@ def test_a_program_that_compares_a_value_with_its_rounding_is_judged_in_its_own_
     y = jnp.dot(x.astype(jnp.float16), w.astype(jnp.float16)).astype(jnp.float32)
     return jnp.where(y.astype(jnp.bfloat16).astype(jnp.float32) < y, 1.0, y),
 """
-    check(Case(program, "value", "bfloat16"))
+    assert check(Case(program, "value", "bfloat16")) == "checked"
 
 
 def test_a_primitive_that_jax_fails_to_replace_ends_only_the_comparison_of_values():
