@@ -60,7 +60,7 @@ def _training(results: Results) -> Iterator[Headline]:
     for what, full, ours, by_hand in (
         ("float16 training step over float32", "float32", "autocast_float16", "flax_float16"),
         ("bfloat16 training step over TF32", "tf32", "autocast_bfloat16", "flax_bfloat16"),
-        ("bfloat16 step with fused attention", "tf32", *fused),
+        ("bfloat16 step over TF32, fused attention", "tf32", *fused),
     ):
         if speeds(ours, full):
             known = f"hand-written {speeds(by_hand, full) or '-'}"
