@@ -47,10 +47,7 @@ def test_gradients_are_as_close_as_rounding_allows(way, policy, params, batch):
     assert relative_error(grads, reference) <= limit
 
 
-STORED = pytest.mark.xfail(strict=True, reason="XLA stores the cotangent of a recomputed tanh in float32")
-
-
-@pytest.mark.parametrize("way", [pytest.param("autocast", marks=STORED), "module"])
+@pytest.mark.parametrize("way", WAYS)
 def test_compiled_step_takes_less_memory_than_float32(way, params):
     batch = jax.ShapeDtypeStruct((2**15, 256), jnp.float32)  # so many that cuBLAS's workspace of 32 MiB is a small part
 

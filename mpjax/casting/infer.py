@@ -366,7 +366,9 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
         return inference.in_half(eqn, listing, min(level, Level.HALF), f"{why}: only its half value is read")
     if eqn.params.get("out_dtype") is not None:
         return inference.in_float32(eqn, listing, _activation(level), "the user fixed its output dtype")
-    if level == Level.HALF and inference.setting.recompute and row.saturating and not listing.entry:
+    # A matmul stores its half result, from which its derivative follows; anything else stores its half operand.
+    exact = inference.setting.recompute and row.saturating and not listing.entry
+    if level == Level.HALF and exact and not inference.used(eqn) & Use.HALF:
         return inference.in_float32(eqn, listing, Level.HALF, f"{why}: half activation, exact near saturation")
     if level == Level.HALF and inference.used(eqn) & Use.ANY_HALF:
         return inference.in_half(eqn, listing, Level.HALF, f"{why}: half activation")

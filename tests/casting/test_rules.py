@@ -196,3 +196,12 @@ def test_between_matmuls_only_their_operands_and_results_are_stored(after, activ
     model = mpjax.autocast(lambda w, bias, x, labels: jnp.sum(after(x @ w + bias, labels)))
     copy_of_w, indices = 2 * W.size, 2 * labels.nbytes
     assert measures.residual_bytes(model, W, bias, x, labels) <= activations * 2 * x.size + copy_of_w + indices
+
+
+def test_tanh_is_half_where_a_matmul_stores_its_result_and_exact_elsewhere():
+    def loss_fn(w, x):
+        h = jnp.tanh(x @ w) @ w
+        return jnp.sum((h * jnp.tanh(h)) @ w)
+
+    plan = mpjax.explain(loss_fn, W, X)
+    assert [row.dtypes_in[0] for row in plan.rows if row.op == "tanh"] == ["float16", "float32"]
