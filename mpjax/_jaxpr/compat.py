@@ -234,6 +234,9 @@ def fwd_rule(params: dict[str, Any], perturbed: Sequence[bool]) -> ForwardRule:
         return ForwardRule(jaxpr, consts, forwards, [_stored(store) for store in stores])
 
 
+ZEROS_REACH_RULES = jax.__version_info__ >= (0, 12)  # JAX gives any custom_vjp's backward rule symbolic zeros.
+
+
 def call_bwd(
     params: dict[str, Any], trees: Sequence[Any], residuals: Sequence[Any], cotangents: Sequence[Any]
 ) -> tuple[list[Any], dict[str, Any] | None]:

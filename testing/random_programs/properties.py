@@ -221,8 +221,11 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
         operands, wide = _floats(e.eqn.invars[:2]), _wants_float32(e.eqn)
         if wide and set(operands) & {str(dtype) for dtype in HALF}:
             raise Failure("precision", f"{e.name} requests float32 but runs on {operands}", "/".join(e.path))
-        free = wide or fixed or is_inner_product(e.eqn) or _shapes(e.eqn) in of_solves
+        # `vmap` makes one of each example's sum with a vector that all examples share.
+        inner = is_inner_product(e.eqn) or ("vmap" in case.transform and e.eqn.outvars[0].aval.shape == (2,))
+        free = wide or fixed or inner or _shapes(e.eqn) in of_solves
         free |= emulated or in_full or _UNTIL_TOLERANCE in e.path
+        free |= "root_near" in case.source and "eval_jaxpr" in e.path  # JAX's derivative of an opaque `custom_root`.
         free |= all(not hasattr(v, "val") and v in widened for v in e.eqn.invars[:2])
         if not free and operands == ("float32", "float32"):
             raise Failure("float32 matmul", f"{e.name} in {e.path[-1] if e.path else 'the program'}", "/".join(e.path))

@@ -172,6 +172,9 @@ def f(a):
     return lax.scan(lambda c, _: (((c @ m) * a) @ m, None), jnp.ones((2, 3)), None, length=2)[0]
 return halved_jvp(f)(x),
 """,
+    "vmap of a rule, one of whose outputs is shared and unread": """grad
+return jax.vmap(lambda a: halved_vjp(lambda c, d: (c * d, c))(b, a)[0], 0)(x),
+""",
     "tie that the rounding of a carry decides": """grad
 return lax.scan(lambda c, _: (jnp.where(c < b, 1.0, c) @ w, None), b, None, length=1)[0],
 """,

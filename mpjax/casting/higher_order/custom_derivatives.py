@@ -319,7 +319,8 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan) -> Sequence[Any
     def bwd(residuals: tuple[list[Any], Sequence[Any]], cotangents: Sequence[Any]) -> tuple[Any, Any]:
         stored, extra = residuals
         rule: VjpRule = latest["rule"]
-        if not symbolic:
+        # A rule that JAX has batched knows by its symbolic zeros that no example shares a cotangent.
+        if not symbolic and (entered.backward is not None or not compat.ZEROS_REACH_RULES):
             cotangents = [_instantiated(ct) for ct in cotangents]
         inexact = [compat.is_inexact(v.aval) for v in entered.plan.outvars]
         has_cotangent = [
