@@ -18,7 +18,7 @@ from jax.interpreters import ad
 
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.weight_gradients import detached
-from mpjax.casting.classify import Listing, Setting, tracked
+from mpjax.casting.classify import Listing, Region, Setting, tracked
 from mpjax.casting.derivative_rules import (
     BackwardRule,
     DerivativeRules,
@@ -277,7 +277,10 @@ def _plan_backward(
     ins = [storage_of(x) for x in entered.ins[first:]]
     wanted = [_WANTED[storage] for storage, zero in zip(ins, backward.zeros, strict=True) if not zero]
     wanted += [_WANTED[FULL]] * backward.logs.num_leaves
-    setting = dataclasses.replace(entered.plan.setting, in_rule=True)
+    setting = entered.plan.setting
+    # It may run the iterations of the loop again. They must take the decisions that they took in float32.
+    region = Region.TOLERANCE if entered.plan.counts.loops else setting.region
+    setting = dataclasses.replace(setting, in_rule=True, region=region)
     return plan_jaxpr(backward.jaxpr, (*residuals, *cotangents), tuple(wanted), setting)
 
 
