@@ -58,11 +58,8 @@ def learnable(example: Any, rng: np.random.Generator) -> Any:
         example["image"] = (bits * 200 + image // 5 if "label" in example else bits).astype(image.dtype)
     if "edge_index" in example:
         nodes, edges = (int(np.ravel(example[name])[0]) % 8 + 3 for name in ("num_nodes", "num_edges"))
-        example |= {
-            "num_nodes": np.full_like(example["num_nodes"], nodes),
-            "edge_index": rng.integers(0, nodes, (edges, 2)),
-        }
-        example |= {"num_edges": np.full_like(example["num_edges"], edges)}
+        example |= {"num_nodes": np.array([nodes]), "num_edges": np.array([edges])}
+        example["edge_index"] = rng.integers(0, nodes, (edges, 2))
         example["node_feat"] = rng.integers(0, 2, (nodes, 9)).astype(np.float32)
         example["edge_feat"] = rng.integers(0, 2, (edges, 3)).astype(np.float32)
         example["labels"] = rng.integers(0, 2, 128).astype(np.float32)
@@ -73,10 +70,12 @@ WORDS = ["the", "cat", "a", "dog", "sees", "house", "and", "sleeps", "in", "unde
 
 
 def write_texts(folder: pathlib.Path, seed: int) -> None:
-    """`corpus.txt`, and `pos.conllu`, which has the parts of speech of its words."""
+    """`corpus.txt`, `corpus.csv`, which says whether a line has a cat, and `pos.conllu`, with the parts of speech."""
     rng = np.random.default_rng(seed)
     lines = [[WORDS[i] for i in rng.integers(0, len(WORDS), size=rng.integers(5, 12))] for _ in range(160)]
     (folder / "corpus.txt").write_text("\n".join(map(" ".join, lines)) + "\n")
+    table = (f"{' '.join(line)},{int('cat' in line)}\n" for line in lines)
+    (folder / "corpus.csv").write_text("sentence,label\n" + "".join(table))
     tags = {word: "NOUN" if word in ("cat", "dog", "house", "tree") else "OTHER" for word in WORDS}
     rows = ("".join(f"{i}\t{w}\t{w}\t{tags[w]}\t_\t_\t0\troot\t_\t_\n" for i, w in enumerate(x, 1)) for x in lines)
     (folder / "pos.conllu").write_text("\n".join(rows) + "\n")
@@ -86,7 +85,6 @@ MODEL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 MODELS = {
     "bert": {"vocab_size": 64, "max_position_embeddings": 64, **MODEL},
     "gpt2": {"vocab_size": 64, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2},
-    "t5": {"vocab_size": 192, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2},
 }
 
 
@@ -94,12 +92,10 @@ def write_models(folder: pathlib.Path) -> None:
     """Configurations of small Transformers, with a tokenizer of whole words each."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    extra = [f"<extra_id_{i}>" for i in range(100)]
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>", *WORDS, *extra]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "</s>", *WORDS]
     for kind, config in MODELS.items():
         (folder / kind).mkdir(parents=True)
-        vocabulary = [word for word in words if kind == "t5" or word not in extra]
-        tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(vocabulary)}, unk_token="[UNK]"))
+        tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
         if kind == "bert":
             ends = [("[CLS]", 2), ("[SEP]", 3)]
@@ -112,7 +108,7 @@ def write_models(folder: pathlib.Path) -> None:
         special["tokenizer_class"] = "PreTrainedTokenizerFast"
         if kind != "bert":
             special["model_input_names"] = ["input_ids", "attention_mask"]
-        special["additional_special_tokens"] = extra if kind == "t5" else []
         (folder / kind / "tokenizer_config.json").write_text(json.dumps({**special, "model_max_length": 64}))
-        ids = {"pad_token_id": 0, "eos_token_id": 5, "bos_token_id": 5, "decoder_start_token_id": 0}
+        ids = {"pad_token_id": 0, "eos_token_id": 5, "bos_token_id": 5}
+        (folder / kind / "flax_model.msgpack").write_bytes(b"\x80")  # a checkpoint without weights: all are new
         (folder / kind / "config.json").write_text(json.dumps({"model_type": kind, **ids, **config}))
