@@ -50,6 +50,12 @@ if _typing.TYPE_CHECKING:
     from mpjax.policy import UnusedOverrideWarning as UnusedOverrideWarning
     from mpjax.policy import get_policy as get_policy
 else:
+    import sys as _sys
+
+    # Before the first trace; the launcher imports it with JAX.
+    if "jax" in _sys.modules:
+        from mpjax._jaxpr import contexts as _contexts  # noqa: F401
+
     # Names are imported at first use: `python -m mpjax run` must not import JAX before the script does, and a
     # training run that inspects nothing should not import the inspection tools.
     from mpjax.inspection.tools import FUNCTIONS as _INSPECTION

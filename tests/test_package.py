@@ -18,14 +18,16 @@ ROOT = pathlib.Path(mpjax.__file__).parent.parent
 
 # What a new process sees, step by step: each step imports more. (A process takes two seconds to import JAX.)
 STEPS = """
-import json, sys, types
+import importlib, json, sys, types
 seen = {}
 import mpjax
 seen["imported"] = [m for m in sys.modules if m.startswith("mpjax.inspection.") or m in ("jax", "flax")]
 seen["offered"] = [name for name in ("autocast", "audit") if name in dir(mpjax)]
 
 import jax, jax.numpy as jnp, optax
-from jax._src import xla_bridge
+from jax._src import config, xla_bridge
+importlib.reload(mpjax)  # as if it were imported after JAX
+contexts = len(config.trace_context())
 tx = mpjax.master_weights(mpjax.dynamic_loss_scale(optax.sgd(0.1)), "O2")
 seen["computed"] = xla_bridge.backends_are_initialized()
 p = jnp.ones(2, jnp.float16); s = tx.init(p)
@@ -36,6 +38,7 @@ import mpjax.inspection.audit.matmuls, mpjax.inspection.numerics.report, mpjax.i
 names = [n for n in dir(mpjax.inspection) if n in dir(mpjax) and n[0] != "_"]
 seen["shadowed"] = [n for n in names if isinstance(getattr(mpjax.inspection, n), types.ModuleType)]
 seen["functions"] = "audit" in names and callable(mpjax.audit)
+seen["late contexts"] = len(config.trace_context()) - contexts
 print(json.dumps(seen))
 """
 
@@ -54,6 +57,11 @@ def test_importing_mpjax_imports_neither_jax_nor_inspection(seen):
 
 def test_making_an_optimizer_runs_no_jax_computation(seen):
     assert seen["computed"] is False
+
+
+def test_no_context_is_made_after_the_import(seen):
+    # JAX would trace and compile a function again that was traced before.
+    assert seen["late contexts"] == 0
 
 
 def test_plain_jax_use_never_loads_flax(seen):

@@ -14,19 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._jaxpr import compat
+from mpjax._jaxpr import compat, contexts
 from mpjax._jaxpr.program import owners_of
 from mpjax._jaxpr.source import MARK, traceback_line
 from mpjax.casting import derivative_rules, warnings
 from mpjax.casting.attention import prepare
-from mpjax.casting.attention.kernel import attention_trial
 from mpjax.casting.classify import Region, Setting
 from mpjax.casting.float8 import Float8, Float8Setting
 from mpjax.casting.higher_order import HIGHER_ORDER
 from mpjax.casting.infer import plan_function
 from mpjax.casting.lattice import FULL, TRACED
 from mpjax.casting.plan import Plan
-from mpjax.casting.regions import disabled, planning, scopes_of_modules
+from mpjax.casting.regions import scopes_of_modules
 from mpjax.casting.rewrite import array_for, run_closed, values_of
 from mpjax.casting.rules import Rules, is_pattern
 from mpjax.modules import functional as nnx_calls
@@ -79,7 +78,7 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
         return [leaf for leaf in results if isinstance(leaf, jax.Array)]
 
     try:
-        with planning(half.name) if half is not None else contextlib.nullcontext():
+        with contexts.planning(half.name) if half is not None else contextlib.nullcontext():
             jaxpr = compat.trace(flat, *arrays)
     except jax.errors.ConcretizationTypeError as error:
         if any(isinstance(array, jax.core.Tracer) for array in arrays):
@@ -147,7 +146,7 @@ def _result(x: Any, v: Any, planned: Plan) -> Any:
 
 def is_enabled() -> bool:
     """Whether autocast is on: neither `MPJAX_AUTOCAST` nor `autocast_disabled` turns it off."""
-    return not disabled.value and os.environ.get("MPJAX_AUTOCAST", "1").strip().lower() not in (
+    return not contexts.autocast_disabled.value and os.environ.get("MPJAX_AUTOCAST", "1").strip().lower() not in (
         "0",
         "false",
         "off",
@@ -163,8 +162,8 @@ def setting_of(policy: Policy, rules: Rules | None) -> Setting | None:
     if policy.reduce_dtype == policy.compute_dtype:  # A sum across devices has the dtype of its operand.
         rules = dataclasses.replace(rules, weight_gradients="half")
     float8 = _float8_setting(rules, policy)
-    if attention_trial.value is not None:
-        rules = dataclasses.replace(rules, attention=attention_trial.value.attention)
+    if contexts.attention_trial.value is not None:
+        rules = dataclasses.replace(rules, attention=contexts.attention_trial.value.attention)
     rules = _with_overrides(rules, policy).with_environment()
     recompute, plans_rules = rules.residuals != "full", bool(rules.entries)
     return Setting(
@@ -273,7 +272,7 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
         warnings.check_backend(setting)
         warnings.check_plan(plan)
         # An outer autocast leaves this plan's decisions alone.
-        with jax.named_scope(MARK + Region.PLANNED) if planning.value else contextlib.nullcontext():
+        with jax.named_scope(MARK + Region.PLANNED) if contexts.planning.value else contextlib.nullcontext():
             return finish(run_program(program, plan))
 
     vars(wrapped)[_ATTRIBUTE] = Autocast(wrapped, fun, policy, rules)

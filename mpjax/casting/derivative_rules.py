@@ -17,9 +17,8 @@ import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from mpjax._jaxpr import compat
+from mpjax._jaxpr import compat, contexts
 from mpjax._jaxpr.closures import may_close_over_tracers
-from mpjax.casting.regions import planning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +209,7 @@ def jvp_rule(params: dict[str, Any], zeros: Sequence[bool]) -> JvpRule:
         params: Parameters of the equation.
         zeros: For each operand, whether its tangent is zero.
     """
-    with planning(planning.value or "a rule"):
+    with contexts.planning(contexts.planning.value or "a rule"):
         jaxpr, consts, out_zeros = compat.jvp_jaxpr(params, zeros)
     return JvpRule(jaxpr, consts, tuple(not zero for zero in zeros), tuple(out_zeros))
 
@@ -223,7 +222,7 @@ def vjp_rule(params: dict[str, Any], ins: Sequence[Any], perturbed: Sequence[boo
         ins: Abstract values of its operands.
         perturbed: For each operand, whether the equation is differentiated with respect to it.
     """
-    with planning(planning.value or "a rule"):
+    with contexts.planning(contexts.planning.value or "a rule"):
         jaxpr, consts, forwards, trees = compat.fwd_rule(params, perturbed)
     computed = iter(jaxpr.outvars)
     residuals = []
@@ -259,7 +258,7 @@ def backward_rule(params: dict[str, Any], rule: VjpRule, cotangents: Sequence[An
         zeros.extend(ct is None or type(ct) is SymbolicZero for ct in cts)
         return [*(ct for ct in cts if not (ct is None or type(ct) is SymbolicZero)), *leaves]
 
-    with planning(planning.value or "a rule"):
+    with contexts.planning(contexts.planning.value or "a rule"):
         jaxpr = compat.trace(fun, *(compat.example(x) for x in operands if _is_abstract(x)))
     return BackwardRule(jaxpr, tuple(zeros), logs[0])
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 
+from mpjax._jaxpr import contexts
 from mpjax._jaxpr.source import MARK
 from mpjax.casting.classify import FLOAT32, Region
 from mpjax.modules.functional import contains_state
@@ -23,18 +24,13 @@ from mpjax.policy import HALF_DTYPES
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-# Both are part of jit's cache key, because they change what is traced.
-disabled = jax.make_user_context(False)  # whether the code is in `autocast_disabled`
-planning = jax.make_user_context("")  # the half dtype of the autocast that traces the code to plan it, if one does
-
-
 def scopes_of_modules(tree: Any) -> contextlib.AbstractContextManager[None]:
     """Named scopes by path for the NNX modules in a tree, while a program is traced to be planned.
 
     For a program that is not planned, inspections identify modules by the parameters that they read. Equinox modules
     keep the scopes that Equinox gives them: a class with scopes would be another pytree, which `eqx.combine` rejects.
     """
-    return named_modules(tree) if planning.value else contextlib.nullcontext()
+    return named_modules(tree) if contexts.planning.value else contextlib.nullcontext()
 
 
 def _region(name: Region, fun: F) -> F:
@@ -69,7 +65,7 @@ def half_function(fun: F) -> F:
 
     @functools.wraps(fun)
     def cast_arguments(*args: Any, **kwargs: Any) -> Any:
-        half = None if disabled.value else _HALVES.get(planning.value)
+        half = None if contexts.autocast_disabled.value else _HALVES.get(contexts.planning.value)
         if half is None:
             return fun(*args, **kwargs)
         if contains_state((args, kwargs)):  # State that the function changes must stay the caller's own.
@@ -152,5 +148,5 @@ def autocast_disabled() -> Iterator[None]:
 
     Source: `torch.autocast(enabled=False)`.
     """
-    with disabled(True), jax.named_scope(MARK + Region.OFF):
+    with contexts.autocast_disabled(True), jax.named_scope(MARK + Region.OFF):
         yield

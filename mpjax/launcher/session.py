@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 import mpjax
-from mpjax._jaxpr import compat
+from mpjax._jaxpr import compat, contexts
 from mpjax.launcher.callers import Callers
 from mpjax.launcher.options import LaunchError, Options
 from mpjax.launcher.parameters import Parameters
@@ -92,10 +92,6 @@ _FRAME: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("frame", d
 # The loss scale of the gradient that is being traced. Nested gradients use it and are not retried separately.
 _SCALE: contextvars.ContextVar[Scale | None] = contextvars.ContextVar("scale", default=None)
 
-
-# JAX caches the traces of functions, such as the body of a `scan`. A gradient in one reads the state of the trace
-# around it, so that trace is a part of the cache's key.
-_TRACE = jax.make_user_context(None)
 _numbers = itertools.count(1)
 
 
@@ -114,7 +110,7 @@ def tracing(new: Frame) -> Iterator[Frame]:
     """Makes `new` the program that is being traced."""
     token = _FRAME.set(new)
     try:
-        with _TRACE(next(_numbers)):
+        with contexts.launcher_trace(next(_numbers)):
             yield new
     finally:
         _FRAME.reset(token)
@@ -126,7 +122,7 @@ def differentiating(value: Any) -> Iterator[Scale]:
     scale = Scale(value)
     token = _SCALE.set(scale)
     try:
-        with _TRACE(next(_numbers)):
+        with contexts.launcher_trace(next(_numbers)):
             yield scale
     finally:
         _SCALE.reset(token)

@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from mpjax._jaxpr import contexts
 from mpjax.loss_scale.trees import along_leading_axes
 from mpjax.policy import HALF_DTYPES, path_string
 
@@ -242,16 +243,12 @@ class Level:
         return hash(Level)
 
 
-# None outside of scaled losses; empty where cotangents are true already.
-_levels = jax.make_user_context(None)
-
-
 @contextlib.contextmanager
 def level(scale: jax.Array, mark: jax.Array) -> Iterator[None]:
     """A context for the code of a scaled loss."""
     new = Level(scale, mark)
     try:
-        with _levels((*(_levels.value or ()), new)):
+        with contexts.scaled_losses((*(contexts.scaled_losses.value or ()), new)):
             yield
     finally:
         new.end()
@@ -259,9 +256,10 @@ def level(scale: jax.Array, mark: jax.Array) -> Iterator[None]:
 
 def no_level() -> Any:
     """A context for code whose cotangents are true."""
-    return _levels(())
+    return contexts.scaled_losses(())
 
 
 def levels() -> list[tuple[jax.Array, jax.Array]] | None:
     """The scale and the mark of each scaled derivative; None outside of scaled losses."""
-    return None if _levels.value is None else [level.read() for level in _levels.value]
+    scales = contexts.scaled_losses.value
+    return None if scales is None else [level.read() for level in scales]

@@ -16,10 +16,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from mpjax._jaxpr import contexts
 from mpjax.modules.classes import become, class_with, original_class, reduce_, setting_of
 from mpjax.modules.explicit_dtypes import warn_explicit_dtypes
 from mpjax.modules.layers import cast
-from mpjax.modules.linen_calls import ModelCall, interceptor, running
+from mpjax.modules.linen_calls import ModelCall, interceptor
 from mpjax.policy import Policy, path_string, warn_unused_overrides
 
 
@@ -168,13 +169,13 @@ def _run(module: Any, method: Any, fun: Callable[..., Any], args: Any, kwargs: A
     """Calls a method of a model with a policy, as the entry to the model or from within it."""
     if module.scope is None:  # Flax raises its own error for an unbound module
         return fun(*args, **kwargs)
-    run, outer, setting = _run_of(module), running.value, module._mpjax_setting
+    run, outer, setting = _run_of(module), contexts.linen_call.value, module._mpjax_setting
     is_part = setting.part_of is not None
     # A lifted transformation may move the part, or the model, to another path than at setup.
     if run == outer or (is_part and outer is not None and outer.policy == run.policy):
         return fun(*args, **kwargs)
     policy, whole = run.policy, method == "__call__" and not (is_part or setting.prefix)
-    with running(run), nn.intercept_methods(interceptor(run)):
+    with contexts.linen_call(run), nn.intercept_methods(interceptor(run)):
         out = fun(*args, **kwargs)
     # A method other than `__call__` may run only some of the model's layers.
     if policy.overrides and (whole or module.is_initializing()):

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from flax.core import lift
 
+from mpjax._jaxpr import contexts
 from mpjax.modules.layers import (
     Kind,
     attributes_inside,
@@ -30,7 +31,7 @@ from mpjax.modules.layers import (
     reading_of,
     stays_wide,
 )
-from mpjax.modules.matmuls import Reading, attend, read, reading, reads
+from mpjax.modules.matmuls import Reading, attend, read, reads
 from mpjax.policy import Policy
 
 
@@ -59,16 +60,13 @@ class ModelCall:
         return "/".join((*self.prefix, *path[len(self.root) :]) if inside else path)
 
 
-# The innermost running model with a policy in this thread. It is part of jit's cache key: the
-# trace of an `nn.jit` layer under one policy must not be reused for another.
-running = jax.make_user_context(None)
 # Marks a module whose method is running: calls of its own methods are part of its code.
 _CALLED = "_mpjax_called"
 
 
 def interceptor(run: ModelCall) -> Callable[..., Any]:
     def intercept(fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-        if running.value != run:
+        if contexts.linen_call.value != run:
             return fun(*args, **kwargs)
         return keep_loop_variables(functools.partial(follow_rules, fun, context), args, kwargs, narrow=True)
 
@@ -101,7 +99,7 @@ def interceptor(run: ModelCall) -> Callable[..., Any]:
         # A function that is lifted over the module (the body of a scan) also arrives here as if it
         # were a method. Its code sees the module as configured, but it is not a call of the module.
         if method == "setup" or not hasattr(type(module), method):
-            with _attributes(module, inside), reads(reading.value):
+            with _attributes(module, inside), reads(contexts.layer_reading.value):
                 out = fun(*args, **kwargs)
             return out
         if how and not own and is_flax_attend(type(module), method):

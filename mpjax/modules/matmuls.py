@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._jaxpr import compat, weight_gradients
+from mpjax._jaxpr import compat, contexts, weight_gradients
 from mpjax._jaxpr.evaluator import evaluate
 from mpjax._jaxpr.interception import intercepted, retraced
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
@@ -46,15 +46,10 @@ class Reading:
     is_linear: bool = False
 
 
-# How the running layer reads; None if it reads its parameters as they are. It is part of jit's cache key: a function
-# that was traced under one policy must not be reused under another.
-reading = jax.make_user_context(None)
-
-
 @contextlib.contextmanager
 def reads(how: Reading | None) -> Iterator[None]:
     """A context for the code of a layer. With None, it runs as it is written."""
-    with reading(how), intercepted(_concerns, _bind) if how else contextlib.nullcontext():
+    with contexts.layer_reading(how), intercepted(_concerns, _bind) if how else contextlib.nullcontext():
         yield
 
 
@@ -118,13 +113,13 @@ class _Copies:
 def _concerns(operation: Any, args: Sequence[Any]) -> bool:
     """Whether `_bind` may cast operands of an operation."""
     if operation.name in MATMULS or operation.name in _ENTERED:
-        return reading.value is not None
+        return contexts.layer_reading.value is not None
     return len(args) > 1 and any(getattr(x, "weak_type", False) for x in args)
 
 
 def _bind(operation: Any, args: Sequence[Any], params: dict[str, Any]) -> Any:
     """Runs one operation of a layer's code."""
-    how = reading.value
+    how = contexts.layer_reading.value
     if how is None:
         return operation.bind(*args, **params)
     if operation.name not in MATMULS and not _is_inlined_matmul(operation, params):

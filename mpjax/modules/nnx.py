@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from mpjax._jaxpr import contexts
 from mpjax.modules import linen
 from mpjax.modules.classes import become, setting_of
 from mpjax.modules.explicit_dtypes import warn_explicit_dtypes
@@ -39,7 +40,7 @@ from mpjax.modules.layers import (
     reading_of,
     stays_wide,
 )
-from mpjax.modules.matmuls import attend, read, reading
+from mpjax.modules.matmuls import attend, read
 from mpjax.modules.scopes import is_container, method_names, module_scope
 from mpjax.policy import NORM_PATTERNS, Policy, path_string, warn_unused_overrides
 
@@ -223,7 +224,7 @@ def _get_attribute(base: Any) -> Callable[[Any, str], Any]:
         if module is self and name in inside:
             return inside[name]
         value = base.__getattribute__(self, name)
-        if reading.value is None or name.startswith("__") or isinstance(value, _PLAIN):
+        if contexts.layer_reading.value is None or name.startswith("__") or isinstance(value, _PLAIN):
             return value
         if isinstance(value, nnx.Param):
             return _read(self, name, value)
@@ -246,7 +247,7 @@ def _read(module: Any, name: str, param: Any) -> Any:
     value = param.get_raw_value()
     if getattr(param, "ref", False):  # a variable that holds a mutable array
         value = value[...]
-    return param.copy(read(value, reading.value), on_set_value=_Refusal(type(module).__name__, name))
+    return param.copy(read(value, contexts.layer_reading.value), on_set_value=_Refusal(type(module).__name__, name))
 
 
 @dataclasses.dataclass(frozen=True)

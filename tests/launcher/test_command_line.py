@@ -24,7 +24,7 @@ def step(w, s, x):
     loss, g = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
     u, s = tx.update(g, s)
     return optax.apply_updates(w, u), s, loss
-w = np.eye(16, dtype=np.float32); s = tx.init(w)
+w = jnp.eye(16); s = tx.init(w)
 for _ in range(3):
     w, s, loss = step(w, s, np.ones((8, 16), np.float32))
 print(f"loss {loss:.3f}", *sys.argv[1:])
@@ -73,12 +73,13 @@ def test_a_script_runs_in_half_and_prints_a_summary(script, tmp_path):
     assert "dot_general" in (tmp_path / "plan.txt").read_text()
 
 
-def test_a_launched_script_loads_only_what_training_needs(script):
+def test_a_launched_script_loads_only_what_training_needs_and_compiles_once(script):
     """`benchmarks.launcher` measures scripts of others again if this code changes, and no other."""
-    loaded = "print(*(m.removeprefix('mpjax.') for m in sys.modules if m.startswith('mpjax.')))"
-    modules = run("--quiet", script(LINEAR + loaded)).stdout.splitlines()[-1].split()
+    loaded = "print(*(m.removeprefix('mpjax.') for m in sys.modules if m.startswith('mpjax.')), step._cache_size())"
+    *modules, compiled = run("--quiet", script(LINEAR + loaded)).stdout.splitlines()[-1].split()
     parts = {name.partition(".")[0] for name in modules if name not in ("inspection", "inspection.tools")}
     assert parts == {"_jaxpr", "_lazy", "casting", "launcher", "loss_scale", "modules", "policy"}
+    assert compiled == "1"
 
 
 def test_a_module_runs_with_its_arguments_and_quietly(script, tmp_path):

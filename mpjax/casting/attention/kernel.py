@@ -12,7 +12,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._jaxpr import compat
+from mpjax._jaxpr import compat, contexts
 from mpjax.casting.attention.axes import Axis, flat, joined
 from mpjax.casting.attention.flow import Flow
 from mpjax.casting.attention.layout import Layout, size_of
@@ -37,10 +37,6 @@ class Trial:
 
     attention: str
     scores: set[int] = dataclasses.field(default_factory=set)
-
-
-# Part of jit's cache key: each trial traces its program again.
-attention_trial: Any = jax.make_user_context(None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +82,8 @@ class Options:
 
     def __call__(self, *arrays: Any) -> Any:
         """The attention of q, k, v in half; biases in float32 and masks of booleans."""
-        if attention_trial.value is not None:
-            attention_trial.value.scores.add(self.scores)
+        if contexts.attention_trial.value is not None:
+            contexts.attention_trial.value.scores.add(self.scores)
         count = 3 + len(self.factors)
         q, k, v = (layout(x) for layout, x in zip(self.ins[:3], arrays[:3], strict=True))
         masks = [

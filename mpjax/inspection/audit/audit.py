@@ -11,11 +11,11 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from mpjax._jaxpr import compat
+from mpjax._jaxpr import compat, contexts
 from mpjax._jaxpr.interpreter import is_float
 from mpjax._jaxpr.program import Site, not_entered, owners_of, walk
 from mpjax._jaxpr.source import BACKWARD, FORWARD
-from mpjax.casting.attention.kernel import Trial, attention_trial
+from mpjax.casting.attention.kernel import Trial
 from mpjax.casting.autocast import TracedCall, traced_call
 from mpjax.inspection.audit.communication import Collective, collectives_of_call, device_count
 from mpjax.inspection.audit.dataflow import Flow, Value, flow_of, residuals_of
@@ -144,7 +144,7 @@ def _scores(fun: Callable[..., Any], args: Any, kwargs: Any, residuals: list[Val
     if not residuals or not {"exp", "dot_general"} <= {site.name for site in sites}:
         return 0
     trial = Trial("fused" if compat.platform() in ("cuda", "gpu") else "xla")
-    with attention_trial(trial), warnings.catch_warnings():
+    with contexts.attention_trial(trial), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The first trace has warned.
         program = traced_call(fun, args, kwargs)
     owners = owners_of(program.jaxpr, argument_names(program, args, kwargs))
