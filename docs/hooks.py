@@ -22,6 +22,15 @@ from mpjax.inspection.tools import CLASSES  # noqa: E402 - the same
 MADE = re.compile(r"^<!-- made: ([\w ./]+) -->\n(.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE)
 _NAMES = re.compile(r"<!-- made: names ([\w ]+?) -->")
 _RESULTS = ROOT / "benchmarks" / "results"
+# Where the types of other libraries in signatures are documented. A build downloads nothing, so it reads no inventory.
+_OPTAX = "https://optax.readthedocs.io/en/latest/api"
+TYPES = {
+    "jax.Array": "https://docs.jax.dev/en/latest/_autosummary/jax.Array.html",
+    "optax.GradientTransformation": f"{_OPTAX}/transformations.html#optax.GradientTransformation",
+    "optax.GradientTransformationExtraArgs": f"{_OPTAX}/transformations.html#optax.GradientTransformationExtraArgs",
+    "optax.MultiSteps": f"{_OPTAX}/optimizer_wrappers.html#optax.MultiSteps",
+    "jmp.Policy": "https://github.com/google-deepmind/jmp",
+}
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
@@ -227,9 +236,11 @@ ON_SITE: dict[str, Callable[..., str]] = {
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the plots of the benchmarks, which are in `benchmarks/results`, and a page for each of its tables."""
+    """Adds the plots of the benchmarks, a page for each of their tables, and links to the types of other libraries."""
     from mkdocs.structure.files import File
 
+    for name, url in TYPES.items():
+        config.plugins["autorefs"].register_url(name, url)
     for plot in _RESULTS.glob("*.[ps][nv]g"):
         files.append(File.generated(config, f"figures/results/{plot.name}", abs_src_path=str(plot)))
     for title, text in _sections().items():
