@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.extend.core
+import numpy as np
 
 from mpjax._jaxpr import compat
 from mpjax.launcher.callers import is_library_file
@@ -42,17 +43,17 @@ class Compiled:
         """Makes the functions under the policy, which JAX then traces."""
         self.decided = True  # False if a trace could not tell whether the function evaluates
         self._plain = self._jit(under_policy(self._session, self._fun), **self._options)
-        options = dict(self._options)
-        if "out_shardings" in options:
-            options["out_shardings"] = (options["out_shardings"], None)
+        shardings = {name: (given, None) for name, given in self._options.items() if name == "out_shardings"}
         # JAX takes no keyword arguments beside in_shardings.
-        takes_states = options.get("in_shardings") is None
-        self._stateful = self._jit(under_policy(self._session, self._fun, self), **options) if takes_states else None
+        takes_states = self._options.get("in_shardings") is None
+        stateful = under_policy(self._session, self._fun, self)
+        self._stateful = self._jit(stateful, **(self._options | shardings)) if takes_states else None
+        self._functions = [fun for fun in (self._untouched, self._plain, self._stateful) if fun is not None]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if frame() is not None or enclosing_scale() is not None:
             # A new function for each trace: JAX would cache what this one reads from the enclosing trace.
-            return self._jit(_fresh(self._fun), **self._options)(*args, **kwargs)
+            return self._jit(functools.partial(self._fun), **self._options)(*args, **kwargs)
         if not self._session.casts:
             return self._untouched(*args, **kwargs)
         if not self.decided and self._session.parameters:
@@ -61,6 +62,8 @@ class Compiled:
             return self._plain(*args, **kwargs)
         if self.counts is None:
             self.counts = self._session.initial_states()
+        elif self.counts.committed:
+            self.counts = _beside(self.counts, (args, kwargs))
         out, self.counts = self._stateful(*args, **kwargs, **{_STATES: self.counts})
         if self.trains:
             self.clock.tick(self.counts)
@@ -79,14 +82,12 @@ class Compiled:
         return self if instance is None else types.MethodType(self, instance)
 
     def _cache_size(self) -> int:
-        functions = (self._untouched, self._plain, self._stateful)
-        return sum(fun._cache_size() for fun in functions if fun is not None)
+        return sum(fun._cache_size() for fun in self._functions)
 
     def clear_cache(self) -> None:
         """Clears the caches of the compiled function."""
-        for fun in (self._untouched, self._plain, self._stateful):
-            if fun is not None:
-                fun.clear_cache()
+        for fun in self._functions:
+            fun.clear_cache()
 
     def _current(self) -> Any:
         return self._plain if self._session.casts else self._untouched
@@ -181,9 +182,11 @@ def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:
     return given.replace(parameters=[*parameters[:last], extra, *parameters[last:]])
 
 
-def _fresh(fun: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(fun)
-    def same(*args: Any, **kwargs: Any) -> Any:
-        return fun(*args, **kwargs)
-
-    return same
+def _beside(states: Any, args: Any) -> Any:
+    """State rows on the devices of a call's arguments: one step may train a model on each device."""
+    first = next((x for x in jax.tree.leaves(args) if isinstance(x, jax.Array) and x.committed), None)
+    if first is None:
+        return jax.device_put(np.asarray(states))
+    here, there = (tuple(x.sharding.devices_indices_map(x.shape)) for x in (states, first))
+    everywhere = jax.NamedSharding(jax.sharding.Mesh(np.array(there), "devices"), jax.P())
+    return states if here == there else jax.device_put(states, everywhere)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
 import os
 import runpy
 import sys
 import types
 from collections.abc import Sequence
+from pathlib import Path
 
 from mpjax.launcher.options import LaunchError
 
@@ -40,24 +42,17 @@ def run(target: str, arguments: Sequence[str], is_module: bool) -> None:
     Exceptions of the script propagate. `tracebacks` shows them without the launcher's frames.
     """
     sys.argv = [target, *arguments]
-    main = _main(target)
+    path = os.path.abspath(target)  # as Python's own `__main__` has it
+    main = types.ModuleType("__main__")
+    vars(main).update(__file__=path, __builtins__=builtins, __annotations__={}, __cached__=None)
+    sys.modules["__main__"] = main  # in place of the launcher's
     if is_module:
         sys.path[0] = os.getcwd()
         # The function behind `python -m`. It keeps `__main__` the script's, for pickles and child processes.
         runpy._run_module_as_main(target)  # type: ignore[attr-defined]
     elif os.path.isdir(target):
-        sys.path[0] = os.path.abspath(target)
+        sys.path[0] = path
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(target))
-        with open(target, "rb") as file:
-            code = compile(file.read(), target, "exec", dont_inherit=True)
-        exec(code, vars(main))
-
-
-def _main(path: str) -> types.ModuleType:
-    """Replaces the launcher's `__main__` by an empty one."""
-    main = types.ModuleType("__main__")
-    vars(main).update(__file__=path, __builtins__=__builtins__, __annotations__={}, __cached__=None)
-    sys.modules["__main__"] = main
-    return main
+        sys.path[0] = os.path.dirname(path)
+        exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), vars(main))

@@ -189,8 +189,9 @@ class Session:
 
     @property
     def casts(self) -> bool:
-        """Whether the script may train by now. Until then nothing of it is cast."""
-        return bool(self.optimizers) or (self.options.any_gradient and not self.scales)
+        """Whether the script may train by now. Until then, and with `jax_disable_jit`, nothing of it is cast."""
+        trains = self.optimizers > 0 or (self.options.any_gradient and not self.scales)
+        return trains and not jax.config.jax_disable_jit
 
     def keep(self, reason: str, line: str, name: str) -> bool:
         """Records that the gradients of a function stay in float32. Returns False."""
@@ -207,7 +208,7 @@ class Session:
         scale, name = enclosing_scale(), function_name(fun)
         if scale is not None and scale.value is None:
             return False
-        if not self.casts:
+        if not self.casts and not jax.config.jax_disable_jit:
             return self.keep(NO_OPTIMIZER + BY_HAND * (not self.scales), line, name)
         if self.scales and scale is None and compat.is_differentiating():
             # An overflow of the second derivative could not be seen, and no loss scale protects it.

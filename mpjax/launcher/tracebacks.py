@@ -17,7 +17,9 @@ def install() -> None:
     before = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-        trace = stripped(trace)
+        trace, cause = stripped(trace), error
+        while cause := cause.__cause__ or cause.__context__:  # type: ignore[assignment]
+            cause.__traceback__ = stripped(cause.__traceback__)
         return before(kind, error.with_traceback(trace), trace)
 
     sys.excepthook = show

@@ -306,6 +306,14 @@ def test_jax_checks_of_a_step_pass(launched, check):
             step(p, s, x)
 
 
+def test_a_step_may_train_a_model_on_each_device(launched):
+    launched()
+    step, p, s = by_optax(optax.sgd(1e-2))
+    for device in (jax.devices() * 2)[:5]:
+        assert step(*jax.device_put((p, s, X), device))[0]["w"].devices() == {device}
+    assert not step(p, s, X)[0]["w"].committed
+
+
 def test_two_optimizers_have_a_scale_each(launched):
     launched()
     txs = optax.adam(1e-3), optax.sgd(1e-3)
