@@ -295,10 +295,9 @@ def test_a_jitted_function_that_both_evaluates_and_trains_is_traced_for_each(lau
 
 def test_differentiation_of_a_library_is_left_alone(launched):
     launched()
-    tx = optax.sgd(0.1)
+    optax.sgd(0.1)
     value_and_grad = optax.value_and_grad_from_state(lambda p: loss_fn(p, X))
     state = optax.lbfgs().init(params())
-    assert tx.init(params()) is not None
     assert "f16[" not in str(jax.make_jaxpr(lambda p: value_and_grad(p, state=state))(params()))
 
 
