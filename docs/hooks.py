@@ -11,6 +11,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -33,9 +34,15 @@ TYPES = {
 }
 
 
-def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Fills in the generated parts of a page of the site."""
-    return filled(markdown, {**PARTS, **ON_SITE})
+def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
+    """Fills in the generated parts of a page of the site, and names the versions that print its outputs."""
+    from docs.make import PAGES
+
+    text = filled(markdown, {**PARTS, **ON_SITE})
+    if page.file.src_uri not in PAGES:
+        return text
+    used = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "flax", "optax"))
+    return f"{text}\n\n---\n\nOutputs are those of {used} on a CPU; times and long trainings were measured once.\n"
 
 
 def filled(page: str, parts: dict[str, Callable[..., str]] | None = None) -> str:
