@@ -102,6 +102,7 @@ def test_every_walkthrough_of_the_page_is_tested():
         edited = {re.sub("inspection/counting/.*", "inspection/<tool>/", path) for path in edits}
         assert edited == set(WALKTHROUGHS[walkthrough]), walkthrough
     assert all(len(files) <= 2 for files in WALKTHROUGHS.values())
+    assert len(TEXT.split()) < 750  # one page
 
 
 def test_the_walkthroughs_give_their_stated_results(tmp_path):
@@ -128,9 +129,7 @@ def depends_on_versions(node):
         return any(alias.name.startswith("jax._src") for alias in node.names)
     if isinstance(node, ast.ImportFrom):
         return (node.module or "").startswith("jax._src")
-    return (
-        ast.unparse(node) in ("jax.__version__", "jax.__version_info__") if isinstance(node, ast.Attribute) else False
-    )
+    return isinstance(node, ast.Attribute) and ast.unparse(node) in ("jax.__version__", "jax.__version_info__")
 
 
 def test_only_compat_depends_on_jax_versions():
@@ -148,7 +147,3 @@ def test_the_layout_is_the_one_that_imports_are_checked_against():
     table = dict(re.findall(r"^\| `(\w+)/` \|[^|]*\|([^|]*)\|$", TEXT, re.M))
     for folder, may in MAY_IMPORT.items():
         assert set(re.findall(r"`(\w+)`", table[folder])) == may, folder
-
-
-def test_the_page_is_one_page():
-    assert len(TEXT.split()) < 750

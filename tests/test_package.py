@@ -49,23 +49,15 @@ def seen():
     return json.loads(done.stdout)
 
 
-def test_importing_mpjax_imports_neither_jax_nor_inspection(seen):
+def test_importing_and_using_mpjax_does_no_more_than_needed(seen):
     # `python -m mpjax run` may not import JAX before the script sets its environment variables.
     assert seen["imported"] == ["mpjax.inspection.tools"]
     assert seen["offered"] == ["autocast", "audit"]
-
-
-def test_making_an_optimizer_runs_no_jax_computation(seen):
     assert seen["computed"] is False
-
-
-def test_no_context_is_made_after_the_import(seen):
-    # JAX would trace and compile a function again that was traced before.
+    # JAX would trace and compile a function again that was traced before a context is made.
     assert seen["late contexts"] == 0
-
-
-def test_plain_jax_use_never_loads_flax(seen):
-    assert seen["libraries"] == []
+    assert seen["libraries"] == []  # Flax is not loaded.
+    assert (ROOT / "mpjax" / "py.typed").exists()  # Type checkers look for it.
 
 
 def test_no_module_of_inspection_shadows_a_function(seen):
@@ -111,10 +103,6 @@ def test_layers_import_downwards_only():
         top_level = [n for n in ast.parse(path.read_text()).body if isinstance(n, (ast.Import, ast.ImportFrom))]
         names = [n.module or "" if isinstance(n, ast.ImportFrom) else n.names[0].name for n in top_level]
         assert not [n for n in names if n.startswith(("mpjax.casting", "mpjax.inspection", "flax"))], path
-
-
-def test_is_typed():
-    assert (ROOT / "mpjax" / "py.typed").exists()
 
 
 def local_imports(path):

@@ -32,9 +32,7 @@ class Compiled:
         functools.update_wrapper(self, fun, updated=())
         self._session, self._jit, self._fun, self._options = session, jit, fun, options
         self._untouched = jit(fun, **options)
-        self.counts: Any = None  # its state rows, loss scales and counters, once it has run
-        self.name = name_of(fun)
-        self.clock = Clock()
+        self.clock = Clock(name_of(fun))  # The session keeps it, and not the data that the function closes over.
         self.trains = False
         self._derived: dict[Any, Compiled] = {}
         self._make()
@@ -60,15 +58,13 @@ class Compiled:
             self._make()
         if self._stateful is None or compat.is_tracing():
             return self._plain(*args, **kwargs)
-        if self.counts is None:
-            self.counts = self._session.initial_states()
-        elif self.counts.committed:
-            self.counts = _beside(self.counts, (args, kwargs))
-        out, self.counts = self._stateful(*args, **kwargs, **{_STATES: self.counts})
+        clock = self.clock
+        states = self._session.initial_states() if clock.counts is None else _beside(clock.counts, (args, kwargs))
+        out, clock.counts = self._stateful(*args, **kwargs, **{_STATES: states})
         if self.trains:
-            self.clock.tick(self.counts)
-            if self not in self._session.steps:
-                self._session.steps.append(self)
+            clock.tick()
+            if clock.calls == 1:
+                self._session.steps.append(clock)
         return out
 
     def derived(self, key: Any, gradient: Callable[..., Any]) -> Compiled:
@@ -184,6 +180,8 @@ def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:
 
 def _beside(states: Any, args: Any) -> Any:
     """State rows on the devices of a call's arguments: one step may train a model on each device."""
+    if not states.committed:
+        return states
     first = next((x for x in jax.tree.leaves(args) if isinstance(x, jax.Array) and x.committed), None)
     if first is None:
         return jax.device_put(np.asarray(states))

@@ -77,7 +77,9 @@ class Report:
         self._printed = text
 
     def _cast(self) -> list[str]:
-        lines = [line for step in self.session.steps for line in _of_step(self.session, step)]
+        steps = self.session.steps
+        lines = [line for step in steps[-_SHOWN:] for line in _of_step(self.session, step)]
+        lines += [f"  and {len(steps) - _SHOWN} compiled steps before these"] * (len(steps) > _SHOWN)
         if not lines:
             why = "no step finished, or it ran in a pmap, a scan outside of jit, or a jit with in_shardings"
             lines.append(f"  cast, but not counted: {_places(self.session.sites)} ({why})")
@@ -98,37 +100,40 @@ def _of_unused(unused: list[str], what: str) -> str:
 
 
 class Clock:
-    """The time of a step, from windows of calls that end when the device is done.
+    """What a compiled step did, and its time, from windows of calls that end when the device is done.
 
     Calls return before the device is done, so the clock waits for the results of calls 2, 4, 8, 16, ...: a few times in
     a run. The first call traces and compiles.
+
+    Args:
+        name: The step's name.
     """
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, name: str) -> None:
+        self.name, self.calls = name, 0
+        self.counts: Any = None  # its state rows, loss scales and counters, once it has run
         self.seconds: float | None = None  # for a call of the last window, with all that the script does in between
         self._start = 0.0
 
-    def tick(self, results: Any) -> None:
+    def tick(self) -> None:
         """Counts a call."""
         self.calls += 1
         if self.calls < 2 or self.calls & (self.calls - 1):
             return
-        jax.block_until_ready(results)
+        jax.block_until_ready(self.counts)
         now = time.perf_counter()
         if self.calls >= 4:
             self.seconds = (now - self._start) / (self.calls // 2)
         self._start = now
 
 
-def _of_step(session: Session, step: Any) -> list[str]:
+def _of_step(session: Session, step: Clock) -> list[str]:
     rows = np.asarray(step.counts)
     rows = rows[rows[:, CALLS] > 0]
     if not len(rows):
-        return [f"  {step.name}: {step.clock.calls} calls; its gradients, under shard_map or vmap, are not counted"]
+        return [f"  {step.name}: {step.calls} calls; its gradients, under shard_map or vmap, are not counted"]
     steps = int(rows[:, CALLS].max())
-    seconds = step.clock.seconds
-    took = "" if seconds is None else f", {1e3 * seconds * step.clock.calls / steps:.3g} ms a step"
+    took = "" if step.seconds is None else f", {1e3 * step.seconds * step.calls / steps:.3g} ms a step"
     lines = [f"  {step.name}: {steps} steps{took}"]
     if session.scales:
         skipped = int(rows[:, NONFINITE].sum())

@@ -177,7 +177,7 @@ class Session:
         self.sites: dict[str, str] = {}
         self.explained: set[str] = set()  # the lines in the `--explain` file
         self.watchers: list[Callable[[Frame, Any], None]] = []  # each receives a traced program and its jaxpr
-        self.steps: list[Any] = []  # the compiled functions that differentiate and have run
+        self.steps: list[Any] = []  # the clocks of compiled functions that differentiate and have run
 
     def _read_rules(self, filled_lists: dict[str, Any]) -> None:
         from mpjax.casting.autocast import setting_of

@@ -125,7 +125,7 @@ def test_a_step_that_overflowed_lowers_the_scale_of_the_next(launched):
     step = jax.jit(lambda p, w: jax.grad(loss_fn)(p, X, w))
     for weight, calls, retries in (1.0, 1, 0), (SPIKE, 2, 1), (SPIKE, 3, 1):
         step(params(), jnp.float32(weight))
-        row = step.counts[0]
+        row = step.clock.counts[0]
         assert (row[CALLS], row[RETRIES]) == (calls, retries), weight
     assert row[SCALE] == 2.0**11
 
@@ -135,7 +135,7 @@ def test_the_scale_grows_after_many_finite_steps(launched, monkeypatch):
     launched(init_scale=8.0)
     optax.sgd(0.1)
     step = jax.jit(lambda p: jax.grad(loss_fn)(p, X))
-    scales = [float(step.counts[0][SCALE]) for _ in range(7) if step(params())]
+    scales = [float(step.clock.counts[0][SCALE]) for _ in range(7) if step(params())]
     assert scales == [8, 8, 16, 16, 16, 32, 32]
 
 

@@ -1,6 +1,8 @@
 """Compiled functions and optimizer steps of a script under the launcher."""
 
 import functools
+import gc
+import weakref
 
 import equinox as eqx
 import jax
@@ -314,6 +316,16 @@ def test_a_step_may_train_a_model_on_each_device(launched):
     assert not step(p, s, X)[0]["w"].committed
 
 
+def test_a_step_that_the_script_drops_keeps_no_data(launched):
+    launched()
+    (step, p, s), data = by_optax(optax.sgd(1e-2)), jax.device_put(X)
+    alive = weakref.ref(data)
+    jax.jit(functools.partial(lambda x, p, s: step(p, s, x), data))(p, s)
+    del data
+    gc.collect()
+    assert alive() is None
+
+
 def test_two_optimizers_have_a_scale_each(launched):
     launched()
     txs = optax.adam(1e-3), optax.sgd(1e-3)
@@ -326,8 +338,8 @@ def test_two_optimizers_have_a_scale_each(launched):
     both = [params(), jax.tree.map(lambda w: w * jnp.nan, params())]
     ps, _ = step(both, [tx.init(params()) for tx in txs], X)
     assert bitwise_equal([jnp.isfinite(p["w"]).all() for p in ps], [True, False])
-    assert step.counts[:3, CALLS].tolist() == [1, 1, 0]
-    assert step.counts[:3, NONFINITE].tolist() == [0, 1, 0]
+    assert step.clock.counts[:3, CALLS].tolist() == [1, 1, 0]
+    assert step.clock.counts[:3, NONFINITE].tolist() == [0, 1, 0]
 
 
 # ---- Forward passes that overflow float16 ----
@@ -440,7 +452,7 @@ def test_reruns_are_counted(launched):
     step = jax.jit(lambda p, x: jax.value_and_grad(overflowing, has_aux=True)(p, x)[0][0])
     for x in (X, LARGE, LARGE):
         step(params(), x)
-    assert step.counts[0, [CALLS, RERUNS, NONFINITE]].tolist() == [3, 2, 2]
+    assert step.clock.counts[0, [CALLS, RERUNS, NONFINITE]].tolist() == [3, 2, 2]
 
 
 def test_rules_that_match_nothing_are_recorded(launched):
