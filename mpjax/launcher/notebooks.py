@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from mpjax.launcher.tracebacks import stripped
+from mpjax.launcher.tracebacks import strip
 
 
 def attach(summarize: Callable[[], None]) -> None:
@@ -23,7 +23,7 @@ def attach(summarize: Callable[[], None]) -> None:
     def show(
         shell: Any, kind: type[BaseException], error: BaseException, trace: TracebackType, tb_offset: int | None = None
     ) -> None:
-        shell.showtraceback((kind, error.with_traceback(stripped(trace)), stripped(trace)), tb_offset=tb_offset)
+        shell.showtraceback((kind, strip(error.with_traceback(trace)), error.__traceback__), tb_offset=tb_offset)
 
     shell.set_custom_exc((Exception,), show)
     shell.events.register("post_run_cell", lambda *_: summarize())

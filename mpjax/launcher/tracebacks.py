@@ -17,12 +17,20 @@ def install() -> None:
     before = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-        trace, cause = stripped(trace), error
-        while cause := cause.__cause__ or cause.__context__:  # type: ignore[assignment]
-            cause.__traceback__ = stripped(cause.__traceback__)
-        return before(kind, error.with_traceback(trace), trace)
+        return before(kind, strip(error.with_traceback(trace)), error.__traceback__)
 
     sys.excepthook = show
+
+
+def strip(error: BaseException) -> BaseException:
+    """Removes mpjax's frames from the tracebacks of an error and of all that Python shows with it."""
+    shown = [error]
+    for each in shown:  # It grows. An error may be its own cause.
+        each.__traceback__ = stripped(each.__traceback__)
+        inside = each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+        others = (each.__cause__, each.__context__, *inside)
+        shown += [other for other in others if other is not None and id(other) not in map(id, shown)]
+    return error
 
 
 def stripped(trace: TracebackType | None) -> TracebackType | None:
@@ -32,12 +40,8 @@ def stripped(trace: TracebackType | None) -> TracebackType | None:
         entries.append(trace)
         trace = trace.tb_next
     ours = [_is_ours(entry) for entry in entries]
-    if all(ours):
-        kept = entries
-    elif ours[-1]:
-        kept = entries[ours.index(False) :]
-    else:
-        kept = [entry for entry, is_ours in zip(entries, ours, strict=True) if not is_ours]
+    first = ours.index(False) if False in ours else 0
+    kept = [entry for entry, is_ours in zip(entries[first:], ours[first:], strict=True) if ours[-1] or not is_ours]
     result = None
     for entry in reversed(kept):
         result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
@@ -45,5 +49,4 @@ def stripped(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _is_ours(entry: TracebackType) -> bool:
-    filename = entry.tb_frame.f_code.co_filename
-    return filename.startswith(_PACKAGE) or filename in _RUNNERS
+    return entry.tb_frame.f_code.co_filename.startswith((_PACKAGE, *_RUNNERS))

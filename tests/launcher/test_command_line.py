@@ -253,7 +253,7 @@ def test_ctrl_c_interrupts_the_script(script):
 
 def test_the_traceback_of_an_error_is_that_of_a_plain_run(script):
     failing = textwrap.indent(LINEAR.replace("jnp.mean((x @ w) ** 2)", "jnp.mean(x @ w @ x)"), " ")
-    path = script(f"try:{failing}except Exception as error:\n raise ValueError('chained') from error")
+    path = script(f"try:{failing}except Exception as e:\n e.__cause__ = e\n raise ExceptionGroup('both', [e]) from e")
     launched, without = run("--quiet", path), python(path)
     assert (launched.returncode, launched.stderr) == (without.returncode, without.stderr)
 
