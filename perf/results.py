@@ -25,6 +25,7 @@ _UNRECORDED_OPTIONS = {
     "--parity": 0,
     "--planned": 0,
     "--tasks": None,
+    "--seeds": 1,  # the tables give each row's
     "--dtypes": None,
     "--only": 1,
     "--seconds": 1,

@@ -39,8 +39,7 @@ def test_generated_parts_of_pages_are_current(page):
 
 
 def test_every_public_name_is_on_a_page_of_the_reference():
-    parts = hooks.PARTS | hooks.ON_SITE
-    pages = [hooks.filled(path.read_text(), parts) for path in (DOCS / "reference").glob("*.md")]
+    pages = [hooks.filled(p.read_text(), hooks.PARTS | hooks.ON_SITE) for p in (DOCS / "reference").glob("*.md")]
     shown = re.findall(r"^::: mpjax\.(\w+)$", "\n".join(pages), re.MULTILINE)
     assert sorted(shown) == hooks.public_names()
     assert {*mpjax.__all__} <= {*shown}

@@ -98,6 +98,7 @@ def test_a_dry_run_returns_the_known_row_of_its_program():
     cell, target = Cell.parse("ncf", "autocast_float16"), TARGETS["h200"]
     row = dry_run(cell, True, target, None) | {"planned_bytes": 100}
     assert dry_run(cell, True, target, None, row) == row
+    assert "planned_bytes" not in dry_run(Cell.parse("ncf", "tf32"), True, target, None, row)
 
 
 def test_kernels_move_only_the_bytes_they_need():
