@@ -15,6 +15,7 @@ from typing import Any
 from mpjax._jaxpr import compat
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
 from mpjax._jaxpr.program import is_unknown, paths_of, sub_jaxprs, walk
+from mpjax._jaxpr.selection import selects
 from mpjax._jaxpr.source import join, module_of, source_line
 from mpjax._jaxpr.weight_gradients import is_pointwise
 from mpjax.casting.attention.kernel import ATTENTION
@@ -408,6 +409,8 @@ def _wide(inference: Inference, eqn: Any, listing: Listing) -> Step:
         return _half_lookup(inference, eqn, listing, FULL)
     if eqn.primitive.name == "gather" and level >= Level.HALF and not pinned and inference.only_half(eqn):
         return _half_lookup(inference, eqn, listing, HALF)
+    if eqn.primitive.name == "gather" and level >= Level.HALF and selects(eqn.invars[1].aval, eqn.params):
+        inference.unchanged = False  # `rewrite` issues it in another form for a TPU.
     exact = isinstance(operand, compat.Literal) and exact_in_half(operand, inference.setting.half)
     if exact and inference.only_half(eqn):
         return inference.in_half(eqn, listing, level, "a constant that half represents exactly")

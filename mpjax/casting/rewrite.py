@@ -20,11 +20,12 @@ from jax.custom_derivatives import SymbolicZero
 from mpjax._jaxpr import compat, float8, staging, weight_gradients
 from mpjax._jaxpr.evaluator import evaluate
 from mpjax._jaxpr.primitives import MATMULS, Op, primitive
+from mpjax._jaxpr.selection import select, selects
 from mpjax._jaxpr.unfused import unfused
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.classify import FLOAT32, tracked
 from mpjax.casting.float8 import COTANGENTS
-from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Storage, storage_of
+from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, storage_of
 from mpjax.casting.plan import Action, Plan, Step
 from mpjax.casting.remat import RematRegion
 
@@ -250,6 +251,8 @@ def _bind(step: Step, operands: Sequence[Any], half: np.dtype) -> Sequence[Any]:
     if eqn.primitive.name in MATMULS and compat.in_named_axes():
         # JAX's own derivatives leave tangents that vary along fewer axes than what they are multiplied with.
         args[:2] = [*compat.vary_like(args[1], args[:1]), *compat.vary_like(args[0], args[1:2])]
+    if _selects_activations(step, args):
+        return values_of([select(args[0], args[1], params)], step.outs, half)
     avals = _results(step, args, half)
     if step.parameters:
         full = [operands[i][FULL] if i in step.parameters else args[i] for i in range(2)]
@@ -262,6 +265,13 @@ def _bind(step: Step, operands: Sequence[Any], half: np.dtype) -> Sequence[Any]:
     if eqn.primitive.name == "reduce_max" and not step.half and not compat.under_jet():
         outs = [unfused.bind(outs[0])]
     return values_of(outs, step.outs, half)
+
+
+def _selects_activations(step: Step, args: Sequence[Any]) -> bool:
+    """Whether a step selects an activation of each row, on a TPU; any other array is in memory anyway."""
+    if step.eqn.primitive.name != "gather" or step.outs[0] is None or step.outs[0].level < Level.HALF:
+        return False
+    return compat.platform() == "tpu" and selects(args[1], step.eqn.params)
 
 
 def _in_float8(step: Step, operands: Sequence[MixedValue], params: dict[str, Any]) -> Any:

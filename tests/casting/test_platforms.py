@@ -83,6 +83,27 @@ def test_unfused_is_the_identity_under_every_transformation():
     np.testing.assert_array_equal(jax.linear_transpose(unfused.bind, X)(X)[0], X)
 
 
+@pytest.mark.parametrize(("axis", "mode"), [(0, "fill"), (1, "clip"), (2, "fill"), (2, "clip")])
+def test_a_tpu_selects_elements_of_activations_by_comparison(axis, mode):
+    shape, places = (2, 3, 4), np.delete((2, 3, 4), axis)
+    indices = np.expand_dims(np.linspace(-9, 9, places.prod()).astype(np.int32).reshape(places), axis)
+
+    def fun(w, x):
+        table, activations = w[:2].reshape(shape), jnp.exp(x @ w).reshape(shape)
+        return [jnp.take_along_axis(values, indices, axis, mode=mode) for values in (table, activations)]
+
+    def results(fun):
+        args = jnp.linspace(-1, 1, 96).reshape(8, 12), X[:2]
+        out, pull = jax.vjp(fun, *args)
+        return str(jax.make_jaxpr(fun)(*args)).count("gather["), (out, pull(jax.tree.map(jnp.nan_to_num, out)))
+
+    gathers, here = results(cast := mpjax.autocast(fun, "mixed_bfloat16"))
+    with tpu():
+        gathers_there, there = results(cast)
+    assert (gathers, gathers_there) == (2, 1)
+    jax.tree.map(np.testing.assert_array_equal, here, there)
+
+
 def test_float16_on_a_tpu_is_warned_about():
     with tpu(), pytest.warns(UserWarning, match="float16 is no faster than bfloat16 on a TPU"):
         jax.eval_shape(mpjax.autocast(lambda w: X @ w, "mixed_float16"), X.T)

@@ -34,15 +34,6 @@ def test_half_function_runs_even_sums_in_half_under_autocast_only():
     assert not measures.risky_in_half(loss, W, X)
 
 
-def test_float_function_runs_matmuls_in_float32_and_the_rest_stays_half():
-    router = mpjax.float_function(lambda x, w: x @ w)
-
-    def loss(w, x):
-        return jnp.mean(jnp.tanh(router(x, w)) @ w)
-
-    assert matmul_dtypes(mpjax.autocast(loss, "mixed_bfloat16"), W, X) == ["float32", "bfloat16"]
-
-
 def test_float_function_applies_to_its_gradient_and_through_jit_and_vmap():
     router = mpjax.float_function(jax.jit(lambda x, w: x @ w))
 
@@ -63,22 +54,6 @@ def test_promote_function_runs_in_the_widest_dtype_of_its_inputs():
 
     rows = [row for row in mpjax.explain(mixed, W, X).rows if row.op == "mul"]
     assert [row.dtypes_in[0] for row in rows] == ["float32", "float16"]
-
-
-def test_disabled_region_is_unchanged_inside_an_autocast_function():
-    def loss(w, x):
-        with mpjax.autocast_disabled():
-            x = x @ w
-        return jnp.mean(x @ w)
-
-    assert matmul_dtypes(mpjax.autocast(loss), W, X) == ["float32", "float16"]
-
-
-def test_autocast_function_called_in_a_disabled_region_is_the_identity():
-    inner = mpjax.autocast(lambda w, x: jnp.mean(x @ w))
-    with mpjax.autocast_disabled():
-        assert matmul_dtypes(inner, W, X) == ["float32"]
-    assert matmul_dtypes(inner, W, X) == ["float16"]
 
 
 @pytest.mark.parametrize("first", ["disabled", "enabled"])
