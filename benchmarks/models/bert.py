@@ -66,7 +66,7 @@ class Bert(Workload):
     fused: Any = None
     model = BertForPreTraining
     arguments = ("tokens", "segments", "lengths", "positions")
-    shallow_sizes: ClassVar[dict[str, Any]] = {"layers": 1, "vocabulary": 2560}
+    shallow_sizes: ClassVar[dict[str, Any]] = {"layers": 6, "vocabulary": 15360}
 
     def batch(self, key: jax.Array) -> Batch:
         keys = jax.random.split(key, 5)
