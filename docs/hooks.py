@@ -7,6 +7,7 @@ regenerates it. The site adds what only a site can show: docstrings, and the tab
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import re
 import sys
@@ -35,14 +36,15 @@ TYPES = {
 
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
-    """Fills in the generated parts of a page of the site, and names the versions that print its outputs."""
-    from docs.make import PAGES
+    """Fills in the generated parts of a page of the site, and names above each output the versions that print it."""
+    from docs.make import blocks
 
     text = filled(markdown, {**PARTS, **ON_SITE})
-    if page.file.src_uri not in PAGES:
-        return text
     used = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "flax", "optax"))
-    return f"{text}\n\n---\n\nOutputs are those of {used} on a CPU; times and long trainings were measured once.\n"
+    for above, block in reversed([*itertools.pairwise(blocks(text))]):
+        if block.language == "text" and not above.mark:
+            text = f'{text[: block.begin - 1]} title="{used}"{text[block.begin - 1 :]}'
+    return text
 
 
 def filled(page: str, parts: dict[str, Callable[..., str]] | None = None) -> str:
