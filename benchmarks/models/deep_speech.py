@@ -56,7 +56,7 @@ class Speech(Workload):
     unroll: int = 1
     model = DeepSpeech2
     arguments = ("spectrograms",)
-    shallow_sizes: ClassVar[dict[str, Any]] = {"batch_size": 16, "frames": 200, "layers": 1}
+    shallow_sizes: ClassVar[dict[str, Any]] = {"frames": 200, "layers": 1}
 
     def batch(self, key: jax.Array) -> Batch:
         keys = jax.random.split(key, 3)
