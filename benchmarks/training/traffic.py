@@ -22,6 +22,7 @@ import numpy as np
 from mpjax.inspection.devices import Device
 from mpjax.inspection.profile import hlo
 from mpjax.inspection.profile.hlo import HloModule, Line
+from mpjax.inspection.profile.loops import iterations
 
 _NO_KERNEL = frozenset("parameter constant bitcast tuple get-tuple-element after-all opt-barrier".split())
 _SLICES = frozenset("slice dynamic-slice gather".split())
@@ -89,9 +90,9 @@ def kernels(program: HloModule, computation: str) -> list[Kernel]:
     lines = program.computations[computation]
     for line in lines.values():
         if line.opcode == "while":
-            iterations = int(line.attribute(r'"known_trip_count":\{"n":"(\d+)"') or 1)
+            trips = iterations(program, line, lines)
             body = kernels(program, line.attribute(r"\bbody=%?([\w.\-]+)"))
-            found += [dataclasses.replace(kernel, times=iterations * kernel.times) for kernel in body]
+            found += [dataclasses.replace(kernel, times=trips * kernel.times) for kernel in body]
         elif line.opcode in ("conditional", "call"):
             found += max((kernels(program, name) for name in line.called), key=bytes_of)
         elif line.opcode not in _NO_KERNEL and not line.opcode.endswith("-done"):

@@ -13,12 +13,12 @@ import numpy as np
 
 from mpjax.casting.autocast import functional
 from mpjax.inspection.profile.hlo import HloModule, Line, module_path, sizes
+from mpjax.inspection.profile.loops import iterations
 from mpjax.inspection.reports import Section, added_up, amount
 
 OPS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 # These compute sums or maxima, so their dtype is also that of the arithmetic.
 REDUCTIONS = ("all-reduce", "reduce-scatter")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,9 +135,9 @@ def _lines(program: HloModule, computation: str, times: int) -> Iterator[tuple[L
     lines = program.computations.get(computation, {})
     for line in lines.values():
         yield line, lines, times
-        trips = _TRIPS.search(line.attributes) if line.opcode == "while" else None
+        trips = iterations(program, line, lines) if line.opcode == "while" else 1
         for called in line.called:
-            yield from _lines(program, called, times * (int(trips[1]) if trips else 1))
+            yield from _lines(program, called, times * trips)
 
 
 def _sent(op: str, line: Line, lines: dict[str, Line]) -> list[tuple[str, int]]:

@@ -22,7 +22,7 @@ class Line:
     operands: tuple[str, ...]
     attributes: str
     called: tuple[str, ...]
-    number: int = 0  # The number of a parameter.
+    number: int = 0  # The number of a parameter, or the value of an integer constant.
 
     def attribute(self, pattern: str) -> str:
         found = re.search(pattern, self.attributes)
@@ -104,6 +104,7 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|[^\s(]\S*) ([a-z][\w\-]*)\((.*)$")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_NUMBER = re.compile(r"(-?\d+)\)")
 _NUMBERED = re.compile(r"^(\d+) (.*)$")
 
 
@@ -120,7 +121,7 @@ def _computations(text: str) -> Iterator[tuple[str, dict[str, Line]]]:
             operands, attributes = _arguments(found[4])
             branches = _BRANCHES.search(attributes)
             called = [*_CALLED.findall(attributes), *re.findall(r"[\w.\-]+", branches[1] if branches else "")]
-            number = int(found[4].partition(")")[0]) if found[3] == "parameter" else 0
+            number = int(value[1]) if (value := _NUMBER.match(found[4])) else 0
             lines[found[1]] = Line(found[1], found[2], found[3], operands, attributes, tuple(called), number)
 
 
