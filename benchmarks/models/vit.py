@@ -50,7 +50,7 @@ class Vit(ImageWorkload):
     loop: bool = False
     fused: Any = None
     model = VisionTransformer
-    shallow_sizes: ClassVar[dict[str, Any]] = {"layers": 1}
+    shallow_sizes: ClassVar[dict[str, Any]] = {"layers": 6}
 
 
 register("vit_b16", Vit(batch_size=128))

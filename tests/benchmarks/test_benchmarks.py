@@ -320,19 +320,17 @@ def test_the_readme_leads_with_the_headlines_of_the_results():
         assert f"\n## {row.title}\n" in page
 
 
+FORMS = {"written out": "", "in a `scan`": "+scan", "in a `scan`, with a checkpoint each": "+scan_remat"}
+DEEP = {
+    "ViT-B/16, six layers": "vit_b16",
+    "GPT-2 medium, two layers": "gpt2_medium",
+    "BERT base, six layers": "bert_base_128",
+}
 TPU_ROWS = {
-    "ViT-B/16, one layer": ("vit_b16", ""),
-    "ViT-B/16, one layer in a `scan`": ("vit_b16", "+scan"),
-    "GPT-2 medium, two layers written out": ("gpt2_medium", ""),
-    "GPT-2 medium, two layers in a `scan`": ("gpt2_medium", "+scan"),
-    "GPT-2 medium, `scan` and a checkpoint per layer": ("gpt2_medium", "+scan_remat"),
     "LSTM, one layer in a `scan`": ("lstm_lm", ""),
     "Deep Speech 2, one recurrent layer": ("deep_speech_2", ""),
     "ResNet-50, first stage with one block": ("resnet50", ""),
-    "BERT base, six layers written out": ("bert_base_128", ""),
-    "BERT base, six layers in a `scan`": ("bert_base_128", "+scan"),
-    "BERT base, `scan` and a checkpoint per layer": ("bert_base_128", "+scan_remat"),
-}
+} | {f"{model} {form}": (DEEP[model], FORMS[form]) for model in DEEP for form in FORMS}
 
 
 def test_the_page_of_dtypes_quotes_the_results_for_tpus():
