@@ -30,8 +30,13 @@ _SLICES = frozenset("slice dynamic-slice gather".split())
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 # A layout with tiles and memory space 1 is in a TPU's vector memory, which costs no bandwidth.
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](?:\{[^{}]*?T\([^{}]*?(S\(1\))[^{}]*\})?")
-# The positions of the source and of the copy among the arrays of its result.
-_COPIES = {"copy-start": (1, 0), "slice-start": (0, 1)}
+# The positions of the source and of the copy among the arrays of its result; of an update, the array's and the slice's.
+_COPIES = {
+    "copy-start": (1, 0),
+    "slice-start": (0, 1),
+    "dynamic-slice-start": (0, -2),
+    "dynamic-update-slice-start": (0, 1),
+}
 _FLOAT8 = 'custom_call_target="__cublas$lt$matmul$f8"'
 HALF = frozenset({"f16", "bf16"})
 LAUNCH = 3e-6  # seconds, of a GPU. The kernels of a TPU are one program.

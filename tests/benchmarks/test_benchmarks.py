@@ -123,8 +123,8 @@ def test_kernels_move_only_the_bytes_they_need():
     assert found["cudnn-conv.1"].flops == 2 * 8 * 32 * 32 * 64 * 64 * 3 * 3
 
 
-def test_a_tpus_scatter_adds_in_place():
-    # XLA for TPUs nests the scatter of an embedding's gradient in two fusions.
+def test_a_tpus_scatter_adds_in_place_and_its_copies_move_a_slice():
+    # XLA for TPUs nests the scatter of an embedding's gradient in two fusions, and starts a copy to vector memory.
     text = """HloModule m
 %inner (table: f32[1000,128], rows: s32[32], added: f32[32,128]) -> f32[1000,128] {
   %table = f32[1000,128]{1,0:T(8,128)} parameter(0)
@@ -142,10 +142,11 @@ ENTRY %main (table.2: f32[1000,128], rows.2: s32[32], added.2: f32[32,128]) -> f
   %table.2 = f32[1000,128]{1,0:T(8,128)} parameter(0)
   %rows.2 = s32[32]{0:T(128)} parameter(1)
   %added.2 = f32[32,128]{1,0:T(8,128)} parameter(2)
+  %part = ((f32[1000,128]{1,0:T(8,128)}), f32[32,128]{1,0:T(8,128)S(1)}, s32[]) dynamic-slice-start(%table.2, %rows.2)
   ROOT %fusion.2 = f32[1000,128]{1,0:T(8,128)} fusion(%table.2, %rows.2, %added.2), kind=kCustom, calls=%outer
 }
 """
-    assert traffic.bytes_moved(text) == 4 * (3 * 32 * 128 + 32)
+    assert traffic.bytes_moved(text) == 4 * (3 * 32 * 128 + 32) + 4 * 32 * 128
 
 
 def test_the_batch_of_a_tpus_matmul_is_not_multiplied_with_itself():
