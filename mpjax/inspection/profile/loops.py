@@ -61,10 +61,10 @@ def _counted(program: HloModule, loop: Line, siblings: Mapping[str, Line]) -> in
     test, results = (list(lines.values())[-1] for lines in (condition, body))  # XLA prints the root last.
     if test.opcode != "compare" or "direction=LT" not in test.attributes:
         raise LookupError(test.name)
-    place = int(_origin(condition, test.operands[0]).attribute(r"\bindex=(\d+)"))
+    place = _place(condition, test.operands[0])
     start = _integer(siblings, _origin(siblings, loop.operands[0]).operands[place])
     update = _origin(body, results.operands[place])
-    if update.opcode != "add":
+    if update.opcode != "add" or _place(body, update.operands[0]) != place:
         raise LookupError(update.name)
     return len(range(start, _integer(condition, test.operands[1]), _integer(body, update.operands[1])))
 
@@ -73,6 +73,11 @@ def _origin(lines: Mapping[str, Line], name: str) -> Line:
     """The line whose value this is, before copies."""
     line = lines[name]
     return _origin(lines, line.operands[0]) if line.opcode in ("copy", "bitcast") else line
+
+
+def _place(lines: Mapping[str, Line], name: str) -> int:
+    """The position of a value in the loop's state; `ValueError` if it is no part of it."""
+    return int(_origin(lines, name).attribute(r"\bindex=(\d+)"))
 
 
 def _integer(lines: Mapping[str, Line], name: str) -> int:
