@@ -64,7 +64,7 @@ def _cause(report: Any) -> str:
         return ""
     crash = getattr(report.longrepr, "reprcrash", None)
     message = crash.message if crash is not None else str(report.longrepr)[-300:]
-    lines = re.findall(r"mpjax/((?:casting|_jaxpr)[\w/]*\.py):(\d+)", str(report.longrepr))
+    lines = re.findall(r"mpjax/((?:casting|kernels|program)[\w/]*\.py):(\d+)", str(report.longrepr))
     where = f" at {lines[-1][0]}:{lines[-1][1]}" if lines else ""
     message = re.sub(r"/\S*/(\w+\.py)", r"\1", message.partition("\n-----")[0])  # without the machine's folders
     return re.sub(r"\s+", " ", message)[:200] + where
@@ -258,7 +258,7 @@ def limitation_of(cause: str) -> str:
 
 def kind_of(cause: str) -> str:
     """A key that groups the causes of one fault: the exception and the line of mpjax."""
-    where = cause.rpartition(" at ")[2] if " at casting" in cause or " at _jaxpr" in cause else ""
+    where = cause.rpartition(" at ")[2] if re.search(" at (casting|kernels|program)", cause) else ""
     return f"{re.sub(r'[0-9]+|0x[0-9a-f]+', '_', cause)[:80]} {where}".strip()
 
 

@@ -112,7 +112,7 @@ def requested_modules() -> set[str]:
 
 def rules() -> str:
     """The table of primitives by list."""
-    from mpjax._jaxpr.primitives import TABLE, Op
+    from mpjax.program.primitives import TABLE, Op
 
     meanings = {
         Op.ALLOW: "Tensor Core work: runs in half.",

@@ -54,7 +54,7 @@ else:
 
     # Before the first trace; the launcher imports it with JAX.
     if "jax" in _sys.modules:
-        from mpjax._jaxpr import contexts as _contexts  # noqa: F401 - the import makes them
+        from mpjax.program import contexts as _contexts  # noqa: F401 - the import makes them
 
     # Names are imported at first use: `python -m mpjax run` must not import JAX before the script does, and a
     # training run that inspects nothing should not import the inspection tools.

@@ -19,9 +19,9 @@ WALKTHROUGHS = {
 NEW_FILE, LAST_LINE = "", "$"
 # For each walkthrough, the text to add to a file, after the line that begins with the first string.
 EDITS = {
-    "Add a primitive": {"mpjax/_jaxpr/primitives.txt": ("exp2   ", "exp3   deny   outputs   risk=exp")},
+    "Add a primitive": {"mpjax/program/primitives.txt": ("exp2   ", "exp3   deny   outputs   risk=exp")},
     "Add a primitive with a sub-jaxpr": {
-        "mpjax/_jaxpr/primitives.txt": ("composite  ", "noted_call   enter   -   call"),
+        "mpjax/program/primitives.txt": ("composite  ", "noted_call   enter   -   call"),
         "mpjax/casting/higher_order/calls.py": (
             "CALLS = {",
             '    "noted_call": _call(lambda fun, params: __import__("noted").noted(fun, params["note"])),',

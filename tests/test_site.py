@@ -10,7 +10,7 @@ import yaml
 
 import mpjax
 from docs import hooks
-from mpjax._jaxpr.primitives import TABLE
+from mpjax.program.primitives import TABLE
 
 ROOT = hooks.ROOT
 DOCS = ROOT / "docs"

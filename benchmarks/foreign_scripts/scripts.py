@@ -296,7 +296,7 @@ def code() -> str:
 
     A test checks that it runs no other part of mpjax.
     """
-    parts = ("launcher", "casting", "_jaxpr", "loss_scale", "modules", ".")
+    parts = ("launcher", "casting", "kernels", "program", "loss_scale", ".")
     files = [file for part in parts for file in sorted((ROOT / "mpjax" / part).glob("*"))]
     texts = [_statements(file) if file.suffix == ".py" else file.read_text() for file in files if file.is_file()]
     return _hash(texts)

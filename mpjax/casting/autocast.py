@@ -14,13 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._jaxpr import compat, contexts
-from mpjax._jaxpr.program import owners_of
-from mpjax._jaxpr.source import MARK, traceback_line
-from mpjax.casting import derivative_rules, warnings
+from mpjax.casting import checks
 from mpjax.casting.attention import prepare
 from mpjax.casting.classify import Region, Setting
-from mpjax.casting.float8 import Float8, Float8Setting
+from mpjax.casting.formats import Float8, Float8Setting
 from mpjax.casting.higher_order import HIGHER_ORDER
 from mpjax.casting.infer import plan_function
 from mpjax.casting.lattice import FULL, TRACED
@@ -28,8 +25,11 @@ from mpjax.casting.plan import Plan
 from mpjax.casting.regions import scopes_of_modules
 from mpjax.casting.rewrite import array_for, run_closed, values_of
 from mpjax.casting.rules import Rules, is_pattern
-from mpjax.modules import functional as nnx_calls
 from mpjax.policy import HALF_DTYPES, NORM_PATTERNS, Policy, get_policy
+from mpjax.program import compat, contexts, derivative_rules
+from mpjax.program import objects as nnx_calls
+from mpjax.program.graph import owners_of
+from mpjax.program.source import MARK, traceback_line
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -268,9 +268,9 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
         program = trace(call, args, kwargs, setting.half)
         # NNX modules have named scopes.
         plan = plan_program(program, setting, with_owners=call is fun and setting.reads_scopes)
-        warnings.check_inputs(program, policy)
-        warnings.check_backend(setting)
-        warnings.check_plan(plan)
+        checks.check_inputs(program, policy)
+        checks.check_backend(setting)
+        checks.check_plan(plan)
         # An outer autocast leaves this plan's decisions alone.
         with jax.named_scope(MARK + Region.PLANNED) if contexts.planning.value else contextlib.nullcontext():
             return finish(run_program(program, plan))

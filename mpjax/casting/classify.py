@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import lax
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.primitives import Op, primitive
-from mpjax._jaxpr.program import NOBODY, Owners, paths_of
-from mpjax._jaxpr.source import MARK, join, module_of, scopes
-from mpjax.casting.float8 import Float8Setting
+from mpjax.casting.formats import Float8Setting
 from mpjax.casting.rules import Entry, Rules
 from mpjax.casting.tolerance import ends_at_tolerance
+from mpjax.program import compat
+from mpjax.program.graph import NOBODY, Owners, paths_of
+from mpjax.program.primitives import Op, primitive
+from mpjax.program.source import MARK, join, module_of, scopes
 
 FLOAT32 = np.dtype(np.float32)
 

@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.primitives import MATMULS, Op
-from mpjax._jaxpr.program import Site, is_unknown, not_entered, site_of, sub_jaxprs, unknown_flops, walk
-from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.casting.classify import tracked
 from mpjax.casting.lattice import FULL, HALF, Storage, storage_of
 from mpjax.casting.plan import Action, Plan, Step, is_left_alone
 from mpjax.casting.remat import RematRegion
+from mpjax.program import compat
+from mpjax.program.graph import Site, is_unknown, not_entered, site_of, sub_jaxprs, unknown_flops, walk
+from mpjax.program.primitives import MATMULS, Op
+from mpjax.program.source import BACKWARD, FORWARD
 
 # These get no row: they only move, convert or inspect elements.
 _SILENT = (Op.MOVE, Op.CONVERT, Op.READ)

@@ -12,17 +12,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.primitives import MATMULS, Op, primitive
-from mpjax._jaxpr.program import is_unknown, paths_of, sub_jaxprs, walk
-from mpjax._jaxpr.selection import selects
-from mpjax._jaxpr.source import join, module_of, source_line
-from mpjax._jaxpr.weight_gradients import is_pointwise
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.attention.prepare import prepared
 from mpjax.casting.classify import AS_TRACED, IN_HALF, OPAQUE, UNTIL_TOLERANCE, Listing, Region, Setting, tracked
-from mpjax.casting.derivative_rules import closed_over, closes_over_tracers
-from mpjax.casting.float8 import Decision, decide
+from mpjax.casting.formats import Decision, decide
 from mpjax.casting.lattice import (
     FULL,
     HALF,
@@ -40,7 +33,14 @@ from mpjax.casting.lattice import (
 from mpjax.casting.plan import NOTHING, Action, MatmulCounts, Plan, Step, is_left_alone
 from mpjax.casting.remat import with_regions
 from mpjax.casting.uses import RESULT, Use, is_needed, uses
+from mpjax.kernels.selection import selects
+from mpjax.kernels.weight_gradients import is_pointwise
 from mpjax.policy import HALF_DTYPES
+from mpjax.program import compat
+from mpjax.program.derivative_rules import closed_over, closes_over_tracers
+from mpjax.program.graph import is_unknown, paths_of, sub_jaxprs, walk
+from mpjax.program.primitives import MATMULS, Op, primitive
+from mpjax.program.source import join, module_of, source_line
 
 _cache: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDictionary()
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax._jaxpr import compat
 from mpjax.casting.uses import Use
+from mpjax.program import compat
 
 
 class Level(enum.IntEnum):

@@ -7,11 +7,11 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
-from mpjax._jaxpr.primitives import Op
-from mpjax._jaxpr.program import sub_jaxprs
 from mpjax.casting.classify import Listing, Setting
-from mpjax.casting.float8 import Decision
+from mpjax.casting.formats import Decision
 from mpjax.casting.lattice import Inferred, Storage
+from mpjax.program.graph import sub_jaxprs
+from mpjax.program.primitives import Op
 
 
 class Action(enum.Enum):

@@ -14,12 +14,12 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 
-from mpjax._jaxpr import contexts
-from mpjax._jaxpr.source import MARK
 from mpjax.casting.classify import FLOAT32, Region
-from mpjax.modules.functional import contains_state
-from mpjax.modules.scopes import named_modules
 from mpjax.policy import HALF_DTYPES
+from mpjax.program import contexts
+from mpjax.program.objects import contains_state
+from mpjax.program.scopes import named_modules
+from mpjax.program.source import MARK
 
 F = TypeVar("F", bound=Callable[..., Any])
 

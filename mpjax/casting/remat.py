@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.primitives import MATMULS, Op, Saves, primitive
 from mpjax.casting.classify import tracked
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage
 from mpjax.casting.plan import Action, Step
+from mpjax.program import compat
+from mpjax.program.primitives import MATMULS, Op, Saves, primitive
 
 # The most steps by which a region may extend before and after its float32 arithmetic. Bounds the planning time.
 _REACH = 32

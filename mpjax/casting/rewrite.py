@@ -17,17 +17,18 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from mpjax._jaxpr import compat, float8, staging, weight_gradients
-from mpjax._jaxpr.evaluator import evaluate
-from mpjax._jaxpr.primitives import MATMULS, Op, primitive
-from mpjax._jaxpr.selection import select, selects
-from mpjax._jaxpr.unfused import unfused
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.classify import FLOAT32, tracked
-from mpjax.casting.float8 import COTANGENTS
+from mpjax.casting.formats import COTANGENTS
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, storage_of
 from mpjax.casting.plan import Action, Plan, Step
 from mpjax.casting.remat import RematRegion
+from mpjax.kernels import scaled_matmul, staging, weight_gradients
+from mpjax.kernels.selection import select, selects
+from mpjax.kernels.unfused import unfused
+from mpjax.program import compat
+from mpjax.program.evaluator import evaluate
+from mpjax.program.primitives import MATMULS, Op, primitive
 
 
 class MixedValue:
@@ -38,7 +39,7 @@ class MixedValue:
     def __init__(self, half: np.dtype, full: Any = None, low: Any = None, in_loop: bool = False):
         self.half, self.in_loop = half, in_loop
         self._arrays = [full, low]
-        self._float8: dict[Any, float8.Operand] = {}
+        self._float8: dict[Any, scaled_matmul.Operand] = {}
 
     def __getitem__(self, storage: Storage) -> Any:
         array = self._arrays[storage]
@@ -52,14 +53,14 @@ class MixedValue:
         """Whether the array of a storage dtype is computed."""
         return self._arrays[storage] is not None
 
-    def quantised(self, storage: Storage, dtype: np.dtype, axes: tuple[str, ...]) -> float8.Operand:
+    def quantised(self, storage: Storage, dtype: np.dtype, axes: tuple[str, ...]) -> scaled_matmul.Operand:
         """The array of a storage dtype as an operand of float8 matmuls. All of its readers share one copy."""
         key = storage, dtype
         if key not in self._float8:
-            self._float8[key] = float8.quantised(self[storage], dtype, axes)
+            self._float8[key] = scaled_matmul.quantised(self[storage], dtype, axes)
         return self._float8[key]
 
-    def share(self, storage: Storage, operand: float8.Operand) -> None:
+    def share(self, storage: Storage, operand: scaled_matmul.Operand) -> None:
         """Sets the quantised copy of the array of a storage dtype."""
         self._float8[storage, operand.q.dtype] = operand
 
@@ -279,7 +280,7 @@ def _in_float8(step: Step, operands: Sequence[MixedValue], params: dict[str, Any
     assert step.float8 is not None
     _, _, _, backward, options = step.float8
     read = zip(operands, step.reads, step.float8.dtypes, strict=True)
-    return float8.matmul(
+    return scaled_matmul.matmul(
         params,
         [value.quantised(storage, dtype, options.axes) for value, storage, dtype in read],
         operands[0].half,

@@ -8,11 +8,11 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.primitives import TABLE, Op
-from mpjax._jaxpr.primitives import primitive as primitive_row
-from mpjax.casting.float8 import Float8, check_choices
+from mpjax.casting.formats import Float8, check_choices
 from mpjax.policy import path_matches
+from mpjax.program import compat
+from mpjax.program.primitives import TABLE, Op
+from mpjax.program.primitives import primitive as primitive_row
 
 Predicate = Callable[[Any, Mapping[str, Any], tuple[Any, ...]], bool]
 Entry = str | Predicate
@@ -45,7 +45,7 @@ class UnusedRuleWarning(UserWarning):
 class Rules:
     """The operations that run in half (allow), in float32 (deny), or in the dtype of their inputs (infer).
 
-    Entries here take precedence over the defaults (`mpjax._jaxpr.primitives`). An entry is
+    Entries here take precedence over the defaults (`mpjax.program.primitives`). An entry is
 
     - the name of a primitive, `"reduce_max"`;
     - a pattern over module paths and named scopes, which contains a `/` or a `*`:

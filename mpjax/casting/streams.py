@@ -6,9 +6,9 @@ import collections
 from collections.abc import Mapping
 from typing import Any
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.primitives import Op, primitive
 from mpjax.casting.classify import tracked
+from mpjax.program import compat
+from mpjax.program.primitives import Op, primitive
 
 
 def residual_additions(jaxpr: Any) -> frozenset[Any]:

@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from mpjax._jaxpr.evaluator import evaluate
-from mpjax._jaxpr.primitives import primitive
-from mpjax._jaxpr.program import SubJaxpr, sub_jaxprs
+from mpjax.program.evaluator import evaluate
+from mpjax.program.graph import SubJaxpr, sub_jaxprs
+from mpjax.program.primitives import primitive
 
 _known: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictionary()
 

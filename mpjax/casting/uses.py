@@ -11,14 +11,14 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.primitives import Op, primitive
-from mpjax._jaxpr.program import sub_jaxprs
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.attention.prepare import prepared
 from mpjax.casting.classify import IN_HALF, Listing, Setting, classify, is_inner_product, tracked
-from mpjax.casting.derivative_rules import closed_over
 from mpjax.casting.streams import residual_additions
+from mpjax.program import compat
+from mpjax.program.derivative_rules import closed_over
+from mpjax.program.graph import sub_jaxprs
+from mpjax.program.primitives import Op, primitive
 
 
 class Use(enum.IntFlag):

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from mpjax._jaxpr.source import FORWARD
 from mpjax.casting.autocast import planned_call
 from mpjax.casting.explain import Row, rows_of, unseen_of
 from mpjax.casting.plan import Plan
 from mpjax.inspection.reports import Report, Section, short_dtypes, totals
+from mpjax.program.source import FORWARD
 
 _SHOWN = 60
 

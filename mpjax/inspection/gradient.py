@@ -14,18 +14,18 @@ import optax
 from jax import lax
 from jax.tree_util import Partial
 
-from mpjax._jaxpr.host import in_host_memory
-from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Probe, is_half, is_low, widened
-from mpjax._jaxpr.primitives import primitive
-from mpjax._jaxpr.program import Site, lay_out, owners_of, walk
 from mpjax.casting.autocast import TracedCall, autocast, traced_call
 from mpjax.casting.rules import Rules
 from mpjax.loss_scale import static_loss_scale, value_and_grad
 from mpjax.loss_scale.state import LossScaleState, find_loss_scale_state
-from mpjax.modules import functional as nnx_calls
-from mpjax.modules.functional import contains_nnx_object, is_nnx_object
-from mpjax.modules.scopes import named_modules
 from mpjax.policy import is_castable
+from mpjax.program import objects as nnx_calls
+from mpjax.program.graph import Site, lay_out, owners_of, walk
+from mpjax.program.host import in_host_memory
+from mpjax.program.interpreter import COMPILER_OPTIONS, Eager, Probe, is_half, is_low, widened
+from mpjax.program.objects import contains_nnx_object, is_nnx_object
+from mpjax.program.primitives import primitive
+from mpjax.program.scopes import named_modules
 
 
 def trace_to_run(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> TracedCall:

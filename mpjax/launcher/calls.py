@@ -16,12 +16,12 @@ import jax.extend.core
 import jax.numpy as jnp
 
 import mpjax
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.program import Site, walk
 from mpjax.casting.autocast import is_array, plan_program, run_program, trace
 from mpjax.launcher.linearity import nonlinear_rule
 from mpjax.launcher.retrying import all_finite, behind, is_inexact, strong
 from mpjax.launcher.session import Scale, Session, differentiating, function_name
+from mpjax.program import compat
+from mpjax.program.graph import Site, walk
 
 # The named scope of a rerun. Operations in it run only after an overflow.
 SCOPE = "mpjax_in_float32"

@@ -9,12 +9,12 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 
-from mpjax._jaxpr import compat
 from mpjax.launcher import retrying
 from mpjax.launcher.calls import Call
 from mpjax.launcher.retrying import INNER_SCALE, Attempt, LastAttempt, all_finite, is_inexact, until_finite
 from mpjax.launcher.session import NOT_LINEAR, SCALE, Session, differentiating, enclosing_scale, frame, function_name
 from mpjax.loss_scale.cotangents import multiply, unscale_by
+from mpjax.program import compat
 
 
 def value_and_grad(

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.primitives import Op, Saves, primitive
-from mpjax._jaxpr.program import sub_jaxprs
 from mpjax.casting.autocast import trace
-from mpjax.casting.derivative_rules import rules_of
+from mpjax.program import compat
+from mpjax.program.derivative_rules import rules_of
+from mpjax.program.graph import sub_jaxprs
+from mpjax.program.primitives import Op, Saves, primitive
 
 
 class _In(enum.IntEnum):

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import jax.extend.core
 import jax.numpy as jnp
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.evaluator import bind_in_context, evaluate
-from mpjax._jaxpr.primitives import primitive
-from mpjax._jaxpr.program import Site, site_of, sub_jaxprs
-from mpjax._jaxpr.source import scopes
 from mpjax.launcher.calls import SCOPE, Call, running_sites
 from mpjax.launcher.session import Session
+from mpjax.program import compat
+from mpjax.program.evaluator import bind_in_context, evaluate
+from mpjax.program.graph import Site, site_of, sub_jaxprs
+from mpjax.program.primitives import primitive
+from mpjax.program.source import scopes
 
 
 class _Part(NamedTuple):

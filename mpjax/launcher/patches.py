@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from mpjax._jaxpr import compat
 from mpjax.launcher import programs
 from mpjax.launcher.optimizers import guarded, guarded_state
 from mpjax.launcher.session import Session, differentiating, enclosing_scale
+from mpjax.program import compat
 
 
 class Patches:

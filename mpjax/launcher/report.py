@@ -12,9 +12,9 @@ import jax.extend.core
 import numpy as np
 
 import mpjax
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.program import Site
 from mpjax.launcher.session import CALLS, HALF, NONFINITE, RERUNS, RETRIES, SCALE, Frame, Session
+from mpjax.program import compat
+from mpjax.program.graph import Site
 
 _SHOWN = 5
 

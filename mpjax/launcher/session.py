@@ -15,10 +15,10 @@ import jax
 import numpy as np
 
 import mpjax
-from mpjax._jaxpr import compat, contexts
 from mpjax.launcher.callers import Callers
 from mpjax.launcher.options import LaunchError, Options
 from mpjax.launcher.parameters import Parameters
+from mpjax.program import compat, contexts
 
 # One row per differentiated function of a compiled step. Further functions share the last row.
 ROWS = 8

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._jaxpr import compat
 from mpjax.loss_scale.calls import Call, closed
 from mpjax.loss_scale.cotangents import (
     cross,
@@ -32,6 +31,7 @@ from mpjax.loss_scale.cotangents import (
 from mpjax.loss_scale.state import loss_scale_of
 from mpjax.loss_scale.usage import note_gradient, note_rule_outside, warn_of_rules_outside
 from mpjax.policy import is_half
+from mpjax.program import compat
 
 P = ParamSpec("P")
 T = TypeVar("T")

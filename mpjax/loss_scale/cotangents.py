@@ -18,9 +18,9 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from mpjax._jaxpr import contexts
 from mpjax.loss_scale.trees import along_leading_axes
 from mpjax.policy import HALF_DTYPES, path_string
+from mpjax.program import contexts
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ from mpjax.loss_scale.boundary import checked_aux, one_scale
 from mpjax.loss_scale.cotangents import is_differentiable, is_overwritten, level, multiply, unscale_by
 from mpjax.loss_scale.trees import same_structure
 from mpjax.loss_scale.usage import note_gradient
-from mpjax.modules.functional import contains_nnx_object, functional, with_values
 from mpjax.policy import is_half, path_string
+from mpjax.program.objects import contains_nnx_object, functional, with_values
 
 if TYPE_CHECKING:
     from flax import nnx

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax._jaxpr import compat
 from mpjax.loss_scale import applying
 from mpjax.loss_scale.applying import apply_gradients, as_transformation
 from mpjax.loss_scale.cotangents import unscale_by
@@ -23,6 +22,7 @@ from mpjax.loss_scale.state import LossScaleState, check_wiring_around, contains
 from mpjax.loss_scale.trees import cast_like, row_major, settled
 from mpjax.loss_scale.usage import Expectation, warn_without_masters
 from mpjax.policy import get_policy
+from mpjax.program import compat
 
 __all__ = ["dynamic_loss_scale", "loss_scale_for", "static_loss_scale"]
 

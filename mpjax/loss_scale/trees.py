@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from mpjax._jaxpr import compat
 from mpjax.policy import is_half
+from mpjax.program import compat
 
 T = TypeVar("T")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.program import walk
 from mpjax.policy import ExplicitDtypeWarning, Policy
+from mpjax.program import compat
+from mpjax.program.graph import walk
 
 # The warnings already issued for each model class: policies and layers.
 _said: weakref.WeakKeyDictionary[type, set[Any]] = weakref.WeakKeyDictionary()

@@ -16,12 +16,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from mpjax._jaxpr import contexts
-from mpjax.modules.classes import become, class_with, original_class, reduce_, setting_of
 from mpjax.modules.explicit_dtypes import warn_explicit_dtypes
 from mpjax.modules.layers import cast
 from mpjax.modules.linen_calls import ModelCall, interceptor
 from mpjax.policy import Policy, path_string, warn_unused_overrides
+from mpjax.program import contexts
+from mpjax.program.classes import become, class_with, original_class, reduce_, setting_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,6 @@ import numpy as np
 from flax import nnx
 from flax.core import lift
 
-from mpjax._jaxpr import contexts
 from mpjax.modules.layers import (
     Kind,
     attributes_inside,
@@ -33,6 +32,7 @@ from mpjax.modules.layers import (
 )
 from mpjax.modules.matmuls import Reading, attend, read, reads
 from mpjax.policy import Policy
+from mpjax.program import contexts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ would be in float32. While the code of a layer runs, its operations pass through
 such a matmul: those that a matmul reads, and nothing else.
 
 Flax casts a kernel and then multiplies. The gradient is then that of the half copy, in half, and data parallelism sums
-it in half. Here the matmul gets the float32 kernel, and returns its gradient in float32 (`_jaxpr.weight_gradients`).
+it in half. Here the matmul gets the float32 kernel, and returns its gradient in float32 (`kernels.weight_gradients`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._jaxpr import compat, contexts, weight_gradients
-from mpjax._jaxpr.evaluator import evaluate
-from mpjax._jaxpr.interception import intercepted, retraced
-from mpjax._jaxpr.primitives import MATMULS, Op, primitive
-from mpjax._jaxpr.program import sub_jaxprs
+from mpjax.kernels import weight_gradients
 from mpjax.policy import _cast_leaf, is_castable, is_half
+from mpjax.program import compat, contexts
+from mpjax.program.evaluator import evaluate
+from mpjax.program.graph import sub_jaxprs
+from mpjax.program.interception import intercepted, retraced
+from mpjax.program.primitives import MATMULS, Op, primitive
 
 
 @dataclasses.dataclass(frozen=True)

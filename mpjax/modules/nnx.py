@@ -19,9 +19,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from mpjax._jaxpr import contexts
 from mpjax.modules import linen
-from mpjax.modules.classes import become, setting_of
 from mpjax.modules.explicit_dtypes import warn_explicit_dtypes
 from mpjax.modules.layers import (
     Kind,
@@ -41,8 +39,10 @@ from mpjax.modules.layers import (
     stays_wide,
 )
 from mpjax.modules.matmuls import attend, read
-from mpjax.modules.scopes import is_container, method_names, module_scope
 from mpjax.policy import NORM_PATTERNS, Policy, path_string, warn_unused_overrides
+from mpjax.program import contexts
+from mpjax.program.classes import become, setting_of
+from mpjax.program.scopes import is_container, method_names, module_scope
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 
 import mpjax
 from mpjax import Rules
-from mpjax._jaxpr.interpreter import COMPILER_OPTIONS
+from mpjax.program.interpreter import COMPILER_OPTIONS
 from testing import measures
 from testing.random_programs.evaluate import evaluate, in_numpy
 from testing.random_programs.evaluate import exact as float64

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax import Float8, Rules
-from mpjax._jaxpr.float8 import quantised
-from mpjax.casting.warnings import check_float8_device
+from mpjax.casting.checks import check_float8_device
+from mpjax.kernels.scaled_matmul import quantised
 from testing.random_programs.evaluate import in_numpy
 
 pytestmark = pytest.mark.filterwarnings("ignore:autocast. cpu is not known to have float8")

@@ -12,8 +12,8 @@ from jax import lax
 
 import mpjax
 from mpjax import Rules
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.program import walk
+from mpjax.program import compat
+from mpjax.program.graph import walk
 from testing import measures
 
 W, X = jnp.full((8, 8), 0.125), jnp.ones((4, 8))

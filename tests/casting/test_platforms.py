@@ -10,9 +10,9 @@ import pytest
 import mpjax
 from benchmarks.training.target import TARGETS, placed
 from mpjax import Rules
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.unfused import unfused
 from mpjax.inspection.profile.hlo import HloModule
+from mpjax.kernels.unfused import unfused
+from mpjax.program import compat
 from testing import measures
 from testing.platforms import tpu
 

@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import HealthCheck, Phase, given, reject, settings
 
-from mpjax._jaxpr.primitives import Op
 from mpjax.casting import classify, infer
 from mpjax.casting.lattice import Level
+from mpjax.program.primitives import Op
 from testing.random_programs import Case, Failure, Rejected, cases, check
 
 # One shrunk failure is reported at a time: each costs as much as many examples.

@@ -9,8 +9,8 @@ import numpy as np
 from jax.interpreters import ad
 
 import mpjax
-from mpjax._jaxpr import weight_gradients
-from mpjax._jaxpr.source import module_of, path_of
+from mpjax.kernels import weight_gradients
+from mpjax.program.source import module_of, path_of
 from testing import measures
 from testing.random_programs.evaluate import in_numpy
 

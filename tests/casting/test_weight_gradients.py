@@ -10,7 +10,7 @@ from jax import lax
 
 import mpjax
 from mpjax import autocast
-from mpjax._jaxpr.program import walk
+from mpjax.program.graph import walk
 from testing import measures
 from testing.random_programs.evaluate import in_numpy
 

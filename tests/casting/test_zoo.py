@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mpjax import Float8, Rules, autocast
-from mpjax._jaxpr import compat
+from mpjax.program import compat
 from testing import measures
 from testing.random_programs.evaluate import in_numpy
 from testing.zoo import REGISTRY, evaluated, harness

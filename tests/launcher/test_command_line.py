@@ -78,7 +78,7 @@ def test_a_launched_script_loads_only_what_training_needs_and_compiles_once(scri
     loaded = "print(*(m.removeprefix('mpjax.') for m in sys.modules if m.startswith('mpjax.')), step._cache_size())"
     *modules, compiled = run("--quiet", script(LINEAR + loaded)).stdout.splitlines()[-1].split()
     parts = {name.partition(".")[0] for name in modules if name not in ("inspection", "inspection.tools")}
-    assert parts == {"_jaxpr", "_lazy", "casting", "launcher", "loss_scale", "modules", "policy"}
+    assert parts == {"_lazy", "casting", "kernels", "launcher", "loss_scale", "policy", "program"}
     assert compiled == "1"
 
 

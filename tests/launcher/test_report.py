@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from mpjax._jaxpr.program import walk
 from mpjax.launcher.report import Report, _is_half
+from mpjax.program.graph import walk
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import pytest
 from flax import nnx
 
 import mpjax
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.program import walk
-from mpjax.modules.classes import original_class
-from mpjax.modules.scopes import named_modules
+from mpjax.program import compat
+from mpjax.program.classes import original_class
+from mpjax.program.graph import walk
+from mpjax.program.scopes import named_modules
 from testing import cheap_keys
 from tests.modules.flax_models import of_nnx
 

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.primitives import primitive
 from mpjax.casting.attention.axes import Axis, Dims, Unfit, downstream, flat, fresh, joined, of_operand, upstream
 from mpjax.casting.attention.flow import Flow, changes_dtype, variables
 from mpjax.casting.attention.masks import HIDES, add_bias, add_mask
 from mpjax.casting.attention.parts import Attention
 from mpjax.casting.classify import tracked
+from mpjax.program import compat
+from mpjax.program.primitives import primitive
 
 _RULES = ("custom_jvp_call", "custom_vjp_call")
 # Elementwise operations that change probabilities. An attention with one of them is known, and not fused.

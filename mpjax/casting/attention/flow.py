@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.evaluator import bind
-from mpjax._jaxpr.primitives import primitive
 from mpjax.casting.attention.axes import Dims, Unfit, fresh, upstream
+from mpjax.program import compat
+from mpjax.program.evaluator import bind
+from mpjax.program.primitives import primitive
 
 
 class Flow:

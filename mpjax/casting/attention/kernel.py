@@ -12,13 +12,13 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._jaxpr import compat, contexts
 from mpjax.casting.attention.axes import Axis, flat, joined
 from mpjax.casting.attention.flow import Flow
 from mpjax.casting.attention.layout import Layout, size_of
 from mpjax.casting.attention.masks import resolved
 from mpjax.casting.attention.pallas import flash_attention
 from mpjax.casting.attention.parts import Attention, Bias, Mask
+from mpjax.program import compat, contexts
 
 ATTENTION = jax.extend.core.Primitive("fused_attention")
 # Of bias and mask together, no row may become -inf in half. JAX adds -2**41 and -2**15 to masked scores in cuDNN's

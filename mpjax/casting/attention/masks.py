@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax._jaxpr import compat
 from mpjax.casting.attention.axes import Dims, Unfit, of_operand
 from mpjax.casting.attention.flow import Flow
 from mpjax.casting.attention.layout import Layout, size_of
 from mpjax.casting.attention.parts import Attention, Bias, Mask
+from mpjax.program import compat
 
 HIDES = float(compat.finfo(np.dtype(np.float16)).min)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._jaxpr import compat
+from mpjax.program import compat
 
 _BLOCK = 128
 

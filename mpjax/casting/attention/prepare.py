@@ -13,16 +13,15 @@ from typing import Any
 
 import jax
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.closures import may_close_over_tracers
-from mpjax._jaxpr.primitives import Op
-from mpjax._jaxpr.program import SubJaxpr, sub_jaxprs
-from mpjax.casting import derivative_rules
 from mpjax.casting.attention.find import attentions
 from mpjax.casting.attention.flow import Flow, variables
 from mpjax.casting.attention.kernel import ATTENTION, Options, options_of
 from mpjax.casting.attention.parts import Attention
 from mpjax.casting.classify import Setting, classify
+from mpjax.program import compat, derivative_rules
+from mpjax.program.closures import may_close_over_tracers
+from mpjax.program.graph import SubJaxpr, sub_jaxprs
+from mpjax.program.primitives import Op
 
 # Not `custom_jvp`: a derivative rule of the program stays.
 _CALLS = ("jit", "pjit", "closed_call", "call", "eval_jaxpr")

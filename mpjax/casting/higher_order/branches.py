@@ -7,7 +7,6 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from mpjax._jaxpr import evaluator
 from mpjax.casting.classify import Listing, Setting
 from mpjax.casting.higher_order.sub_jaxpr import (
     HigherOrder,
@@ -26,6 +25,7 @@ from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, at_bounda
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.rewrite import values_of
 from mpjax.casting.uses import Use, uses
+from mpjax.program import evaluator
 
 
 def _uses(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:

@@ -15,8 +15,6 @@ from typing import Any
 import jax
 from jax import lax
 
-from mpjax._jaxpr import compat, evaluator
-from mpjax._jaxpr.float8 import E4M3
 from mpjax.casting.classify import Listing, Setting
 from mpjax.casting.higher_order.sub_jaxpr import (
     HigherOrder,
@@ -36,6 +34,8 @@ from mpjax.casting.plan import Plan, Step
 from mpjax.casting.remat import is_cheap
 from mpjax.casting.rewrite import arrays_of, run_closed, values_of
 from mpjax.casting.uses import Use, follows_one_value, uses
+from mpjax.kernels.scaled_matmul import E4M3
+from mpjax.program import compat, evaluator
 
 # The storage dtypes in which an operand is passed: `(equation, index, its inferred dtype, reads inside as a bit mask)`.
 _Storages = Callable[[Any, int, Inferred | None, int], Sequence[Storage]]

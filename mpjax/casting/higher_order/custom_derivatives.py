@@ -16,20 +16,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.weight_gradients import detached
 from mpjax.casting.classify import Listing, Region, Setting, tracked
-from mpjax.casting.derivative_rules import (
-    BackwardRule,
-    DerivativeRules,
-    JvpRule,
-    VjpRule,
-    backward_rule,
-    closes_over_tracers,
-    jvp_rule,
-    rules_of,
-    vjp_rule,
-)
 from mpjax.casting.higher_order.calls import uses_of_call
 from mpjax.casting.higher_order.sub_jaxpr import (
     Convention,
@@ -47,6 +34,19 @@ from mpjax.casting.lattice import FULL, HALF, PARAMETER, TRACED, Inferred, Level
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.rewrite import MixedValue, array_of, arrays_of, run, values_of
 from mpjax.casting.uses import Use, uses
+from mpjax.kernels.weight_gradients import detached
+from mpjax.program import compat
+from mpjax.program.derivative_rules import (
+    BackwardRule,
+    DerivativeRules,
+    JvpRule,
+    VjpRule,
+    backward_rule,
+    closes_over_tracers,
+    jvp_rule,
+    rules_of,
+    vjp_rule,
+)
 
 _WANTED = {HALF: Use.READ | Use.HALF, FULL: Use.READ | Use.FLOAT, TRACED: Use.READ}
 

@@ -6,10 +6,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpjax._jaxpr import compat, evaluator
-from mpjax._jaxpr.primitives import primitive
-from mpjax._jaxpr.program import SubJaxpr, sub_jaxprs
-from mpjax._jaxpr.weight_gradients import detached, straight_through
 from mpjax.casting.classify import Listing, Setting
 from mpjax.casting.higher_order.sub_jaxpr import (
     Convention,
@@ -27,6 +23,10 @@ from mpjax.casting.lattice import FULL, HALF, Inferred, Level, carried, join, st
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.rewrite import MixedValue, arrays_of, run_closed, values_of
 from mpjax.casting.uses import RESULT, Use, Uses, uses
+from mpjax.kernels.weight_gradients import detached, straight_through
+from mpjax.program import compat, evaluator
+from mpjax.program.graph import SubJaxpr, sub_jaxprs
+from mpjax.program.primitives import primitive
 
 
 @dataclasses.dataclass(slots=True)

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax._jaxpr.float8 import Operand
 from mpjax.casting.classify import Listing, Setting, tracked
 from mpjax.casting.infer import Inference, plan_jaxpr
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Storage, storage_of
 from mpjax.casting.plan import Action, Plan, Step
 from mpjax.casting.rewrite import array_of, arrays_of, run_closed, value_of
 from mpjax.casting.uses import Use
+from mpjax.kernels.scaled_matmul import Operand
 
 Convention = tuple[tuple[int, Storage], ...]
 """The operand and the storage dtype of each array that goes into a sub-jaxpr: an operand may go in in both."""

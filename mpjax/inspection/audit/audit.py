@@ -11,10 +11,6 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from mpjax._jaxpr import compat, contexts
-from mpjax._jaxpr.interpreter import is_float
-from mpjax._jaxpr.program import Site, not_entered, owners_of, walk
-from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.casting.attention.kernel import Trial
 from mpjax.casting.autocast import TracedCall, traced_call
 from mpjax.inspection.audit.communication import Collective, collectives_of_call, device_count
@@ -26,6 +22,10 @@ from mpjax.inspection.devices import device_of
 from mpjax.inspection.gradient import argument_names
 from mpjax.inspection.reports import reason, totals
 from mpjax.loss_scale.usage import unscaled_updates
+from mpjax.program import compat, contexts
+from mpjax.program.graph import Site, not_entered, owners_of, walk
+from mpjax.program.interpreter import is_float
+from mpjax.program.source import BACKWARD, FORWARD
 
 
 def audit(

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.evaluator import evaluate
-from mpjax._jaxpr.primitives import Op, primitive
-from mpjax._jaxpr.program import NOBODY, Owners, Site, site_of, sub_jaxprs
-from mpjax._jaxpr.source import FORWARD
+from mpjax.program import compat
+from mpjax.program.evaluator import evaluate
+from mpjax.program.graph import NOBODY, Owners, Site, site_of, sub_jaxprs
+from mpjax.program.primitives import Op, primitive
+from mpjax.program.source import FORWARD
 
 INPUT, CONSTANT, COMPUTED = "input", "constant", "computed"
 
@@ -80,7 +80,7 @@ class Flow:
 
 
 def flow_of(jaxpr: Any, owners: Owners = NOBODY) -> Flow:
-    """The graph of a closed jaxpr; `owners` as in `mpjax/_jaxpr/program.py`."""
+    """The graph of a closed jaxpr; `owners` as in `mpjax/program/graph.py`."""
     inputs = [Value(v.aval, INPUT) for v in compat.open_jaxpr(jaxpr).jaxpr.invars]
     return _flow(jaxpr, inputs, None, owners=owners)
 

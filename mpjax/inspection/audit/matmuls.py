@@ -9,11 +9,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpjax._jaxpr.flops import is_weight_gradient
-from mpjax._jaxpr.interpreter import is_float
-from mpjax._jaxpr.program import Site
 from mpjax.inspection.devices import Device
 from mpjax.inspection.reports import added_up, amount, totals
+from mpjax.program.flops import is_weight_gradient
+from mpjax.program.graph import Site
+from mpjax.program.interpreter import is_float
 
 ALIGNMENT = 8
 # "If any GEMM dimension is 128 or smaller, speedup is closer to 2x than 8x" (NVIDIA, mixed precision tutorial).

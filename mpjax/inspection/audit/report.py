@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from mpjax._jaxpr.source import BACKWARD, FORWARD, RECOMPUTED
 from mpjax.inspection.audit.communication import Collective, communication_section
 from mpjax.inspection.audit.matmuls import MEANINGS as MATMUL_MEANINGS
 from mpjax.inspection.audit.matmuls import ON_TPU as TPU_MEANINGS
@@ -15,6 +14,7 @@ from mpjax.inspection.audit.risks import MEANINGS as RISK_MEANINGS
 from mpjax.inspection.audit.risks import Risk
 from mpjax.inspection.devices import DEVICES, device_of
 from mpjax.inspection.reports import Report, Section, added_up, amount, duration, folded, totals
+from mpjax.program.source import BACKWARD, FORWARD, RECOMPUTED
 
 _PHASES = (FORWARD, RECOMPUTED, BACKWARD)
 _USUAL_DEVICES = 7  # data center GPUs; --all prints the rest of the table

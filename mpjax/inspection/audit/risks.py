@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.interpreter import is_half
-from mpjax._jaxpr.primitives import primitive
-from mpjax._jaxpr.program import Site
 from mpjax.inspection.audit.dataflow import INPUT, Flow, Known, Node, Value, known_values
+from mpjax.program import compat
+from mpjax.program.graph import Site
+from mpjax.program.interpreter import is_half
+from mpjax.program.primitives import primitive
 
 # Most severe first: inf, NaN or wrong results before lost digits.
 MEANINGS = {

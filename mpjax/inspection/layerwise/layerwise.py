@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mpjax._jaxpr.interpreter import is_half, is_low
-from mpjax._jaxpr.primitives import Op
-from mpjax._jaxpr.program import Block, lay_out, owners_of
-from mpjax._jaxpr.source import BACKWARD
 from mpjax.casting.classify import default_listing
 from mpjax.inspection.gradient import Loss, scale_state, trace_to_run
 from mpjax.inspection.layerwise.lockstep import Group, error_note, evaluated, grouped
 from mpjax.inspection.numerics.activations import equations_of_gradients
 from mpjax.inspection.reports import Report, Section, folded_rows, percent, short_dtypes
+from mpjax.program.graph import Block, lay_out, owners_of
+from mpjax.program.interpreter import is_half, is_low
+from mpjax.program.primitives import Op
+from mpjax.program.source import BACKWARD
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.evaluator import evaluate
-from mpjax._jaxpr.host import in_host_memory
-from mpjax._jaxpr.interpreter import Eager, Instrumented, Key, Probe, bound, is_float, is_low, widened
-from mpjax._jaxpr.primitives import primitive
-from mpjax._jaxpr.program import Block, Site
-from mpjax._jaxpr.source import informative_frame
-from mpjax._jaxpr.staging import cast
+from mpjax.kernels.staging import cast
 from mpjax.policy import HALF_DTYPES
+from mpjax.program import compat
+from mpjax.program.evaluator import evaluate
+from mpjax.program.graph import Block, Site
+from mpjax.program.host import in_host_memory
+from mpjax.program.interpreter import Eager, Instrumented, Key, Probe, bound, is_float, is_low, widened
+from mpjax.program.primitives import primitive
+from mpjax.program.source import informative_frame
 
 
 @dataclasses.dataclass(frozen=True)

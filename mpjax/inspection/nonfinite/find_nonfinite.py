@@ -13,11 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.interpreter import COMPILER_OPTIONS, Eager, Instrumented, Key, is_half, is_inexact, widened
-from mpjax._jaxpr.primitives import Op, primitive
-from mpjax._jaxpr.program import NOBODY, Block, Owners, Site, lay_out, owners_of, walk
-from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.casting import autocast_disabled
 from mpjax.casting.autocast import TracedCall
 from mpjax.inspection.gradient import argument_name, trace_to_run
@@ -27,6 +22,11 @@ from mpjax.inspection.nonfinite.report import NonFinite as NonFinite
 from mpjax.inspection.nonfinite.report import OperandRange, Symptoms, diagnosis_of
 from mpjax.inspection.reports import array_text
 from mpjax.policy import HALF_DTYPES
+from mpjax.program import compat
+from mpjax.program.graph import NOBODY, Block, Owners, Site, lay_out, owners_of, walk
+from mpjax.program.interpreter import COMPILER_OPTIONS, Eager, Instrumented, Key, is_half, is_inexact, widened
+from mpjax.program.primitives import Op, primitive
+from mpjax.program.source import BACKWARD, FORWARD
 
 
 def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None = None) -> NonFinite | None:

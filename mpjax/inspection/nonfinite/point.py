@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.host import in_host_memory
-from mpjax._jaxpr.interpreter import Key, Probe, is_inexact, widened
-from mpjax._jaxpr.program import Block, Site
 from mpjax.inspection.nonfinite.provenance import Provenance
+from mpjax.program import compat
+from mpjax.program.graph import Block, Site
+from mpjax.program.host import in_host_memory
+from mpjax.program.interpreter import Key, Probe, is_inexact, widened
 
 
 def at_iteration(iteration: Sequence[Any], target: Sequence[int]) -> Any:

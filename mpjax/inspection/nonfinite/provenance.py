@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._jaxpr.evaluator import evaluate
-from mpjax._jaxpr.host import in_host_memory
-from mpjax._jaxpr.interpreter import Key, Probe, is_float, is_inexact
-from mpjax._jaxpr.primitives import primitive
-from mpjax._jaxpr.program import Block, Site
-from mpjax._jaxpr.source import BACKWARD
+from mpjax.program.evaluator import evaluate
+from mpjax.program.graph import Block, Site
+from mpjax.program.host import in_host_memory
+from mpjax.program.interpreter import Key, Probe, is_float, is_inexact
+from mpjax.program.primitives import primitive
+from mpjax.program.source import BACKWARD
 
 INF, NAN = 1, 2
 _FOUND = ("found",)

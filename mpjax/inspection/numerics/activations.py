@@ -12,11 +12,11 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mpjax._jaxpr.evaluator import evaluate
-from mpjax._jaxpr.interpreter import is_half, is_low
-from mpjax._jaxpr.primitives import MATMULS, primitive
-from mpjax._jaxpr.program import Block, Site
-from mpjax._jaxpr.source import BACKWARD, FORWARD
+from mpjax.program.evaluator import evaluate
+from mpjax.program.graph import Block, Site
+from mpjax.program.interpreter import is_half, is_low
+from mpjax.program.primitives import MATMULS, primitive
+from mpjax.program.source import BACKWARD, FORWARD
 
 _NOTHING: frozenset[int] = frozenset()
 

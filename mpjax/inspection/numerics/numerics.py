@@ -12,11 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.interpreter import Eager, is_half, is_inexact, widened
-from mpjax._jaxpr.primitives import Op, primitive
-from mpjax._jaxpr.program import Block, Site, lay_out, owners_of
-from mpjax._jaxpr.source import BACKWARD, FORWARD
 from mpjax.inspection.gradient import Loss, Trial, below_root, scale_state, trace_to_run
 from mpjax.inspection.numerics.activations import Counted, counted
 from mpjax.inspection.numerics.range_statistics import (
@@ -34,6 +29,11 @@ from mpjax.inspection.numerics.range_statistics import (
 from mpjax.inspection.numerics.report import NumericsReport as NumericsReport
 from mpjax.inspection.numerics.report import Range, Tried
 from mpjax.policy import HALF_DTYPES, Policy, get_policy
+from mpjax.program import compat
+from mpjax.program.graph import Block, Site, lay_out, owners_of
+from mpjax.program.interpreter import Eager, is_half, is_inexact, widened
+from mpjax.program.primitives import Op, primitive
+from mpjax.program.source import BACKWARD, FORWARD
 
 # A module that loses more than this share of its nonzero values should be kept in float32.
 _MUCH = 0.05

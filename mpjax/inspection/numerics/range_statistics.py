@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.host import in_host_memory
-from mpjax._jaxpr.interpreter import Key, Probe, is_float
-from mpjax._jaxpr.primitives import Op, primitive
-from mpjax._jaxpr.program import Block, Site
-from mpjax._jaxpr.source import RECOMPUTED
 from mpjax.inspection.numerics.activations import Counted, in_units_of_scales
+from mpjax.program import compat
+from mpjax.program.graph import Block, Site
+from mpjax.program.host import in_host_memory
+from mpjax.program.interpreter import Key, Probe, is_float
+from mpjax.program.primitives import Op, primitive
+from mpjax.program.source import RECOMPUTED
 
 BINS = 256  # float32's exponents
 BIAS = 127

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from mpjax._jaxpr.source import MARK, informative_frame, split_scopes
+from mpjax.program.source import MARK, informative_frame, split_scopes
 
 Place = tuple[str, str]  # file and line
 

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mpjax._jaxpr.program import walk
-from mpjax._jaxpr.source import RECOMPUTED
 from mpjax.casting.autocast import traced_call
 from mpjax.inspection.audit.matmuls import Matmul, matmuls_of
 from mpjax.inspection.devices import device_of
@@ -20,6 +18,8 @@ from mpjax.inspection.profile.hlo import HloModule
 from mpjax.inspection.profile.report import ProfileReport as ProfileReport
 from mpjax.inspection.profile.stepping import Recompilation, Stepper
 from mpjax.inspection.reports import reason, totals
+from mpjax.program.graph import walk
+from mpjax.program.source import RECOMPUTED
 
 # The share of kernel time in CUDA graphs above which a second trace without them is worth its compilation.
 _HIDDEN = 0.05

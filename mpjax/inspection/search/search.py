@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._jaxpr.program import not_entered
 from mpjax.casting import Float8, Rules, autocast_disabled
 from mpjax.casting.autocast import Autocast, autocast_of
 from mpjax.inspection.gradient import Loss, Trial, relative_error, scale_state
 from mpjax.inspection.layerwise.layerwise import errors_by_module
 from mpjax.inspection.reports import Report, Section, folded, percent, totals
 from mpjax.policy import HALF_DTYPES, get_policy, path_matches
+from mpjax.program.graph import not_entered
 
 
 @dataclasses.dataclass(frozen=True)

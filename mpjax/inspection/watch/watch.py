@@ -12,9 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax._jaxpr.interpreter import Instrumented, widened
-from mpjax._jaxpr.program import Block, Site, lay_out, owners_of
-from mpjax._jaxpr.source import BACKWARD
 from mpjax.casting.autocast import traced_call
 from mpjax.inspection.gradient import Loss, argument_names
 from mpjax.inspection.layerwise.lockstep import grouped
@@ -24,6 +21,9 @@ from mpjax.inspection.reports import Section, percent
 from mpjax.loss_scale.replicas import all_finite
 from mpjax.loss_scale.state import find_loss_scale_state, loss_scale_of
 from mpjax.policy import HALF_DTYPES
+from mpjax.program.graph import Block, Site, lay_out, owners_of
+from mpjax.program.interpreter import Instrumented, widened
+from mpjax.program.source import BACKWARD
 
 # The columns of a record's statistics.
 COLUMNS = ("amax", "flushed", "zeros", "nonfinite")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mpjax._jaxpr.program import walk
+from mpjax.program.graph import walk
 from testing import measures
 from testing.zoo import REGISTRY, harness
 

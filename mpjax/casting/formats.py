@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax._jaxpr.source import scopes
 from mpjax.policy import path_matches
+from mpjax.program.source import scopes
 
 _E4M3, _E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 COTANGENTS = {"e5m2": _E5M2, "e4m3": _E4M3}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mpjax._jaxpr.primitives import MATMULS
+from mpjax.program.primitives import MATMULS
 
 
 def matmul_flops(eqn: Any) -> int:

@@ -43,7 +43,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from mpjax._jaxpr import compat, weight_gradients
+from mpjax.kernels import weight_gradients
+from mpjax.program import compat
 
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 # The least normal float32. A smaller scale would be flushed to zero.

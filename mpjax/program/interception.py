@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from mpjax._jaxpr import compat
+from mpjax.program import compat
 
 
 def retraced(jaxpr: Any, fun: Callable[..., Any]) -> Any:

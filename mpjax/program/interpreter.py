@@ -24,12 +24,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
-from mpjax._jaxpr import compat, float8
-from mpjax._jaxpr.evaluator import bind, cond, evaluate, scan, shard_map, while_loop
-from mpjax._jaxpr.host import bind_on_host, in_host_memory
-from mpjax._jaxpr.primitives import Op, primitive
-from mpjax._jaxpr.program import Block, Site, lay_out, manual_axes
+from mpjax.kernels import scaled_matmul
 from mpjax.policy import HALF_DTYPES
+from mpjax.program import compat
+from mpjax.program.evaluator import bind, cond, evaluate, scan, shard_map, while_loop
+from mpjax.program.graph import Block, Site, lay_out, manual_axes
+from mpjax.program.host import bind_on_host, in_host_memory
+from mpjax.program.primitives import Op, primitive
 
 # Excess precision would skip the rounding between two half operations, and so hide an overflow.
 COMPILER_OPTIONS: dict[str, bool | int | str] = {"xla_allow_excess_precision": False}
@@ -394,7 +395,7 @@ def bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
 
 
 _SCALED: dict[str, Callable[..., Any]] = {
-    "float8_scale": float8.scale_of.bind,
+    "float8_scale": scaled_matmul.scale_of.bind,
     "float8_quantise": lambda x, scale, dtype: lax.convert_element_type(x, np.float32) / scale,
     "float8_rescale": lambda out, scale: out * scale,
 }

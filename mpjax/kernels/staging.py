@@ -11,7 +11,7 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 
-from mpjax._jaxpr import compat
+from mpjax.program import compat
 
 
 def bind(primitive: Any, arrays: Sequence[Any], params: dict[str, Any], outs: Sequence[Any] | None) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from mpjax._jaxpr import compat
+from mpjax.program import compat
 
 # The prefix of the named scopes that mpjax opens around regions. Unlike a Python flag, scopes stay with the equations
 # through `jit`, `grad` and `vmap`.

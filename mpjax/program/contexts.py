@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from mpjax._jaxpr import compat as compat  # JAX's parts that it imports have contexts too
+from mpjax.program import compat as compat  # JAX's parts that it imports have contexts too
 
 # Whether the code is in `autocast_disabled`.
 autocast_disabled: Any = jax.make_user_context(False)

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from mpjax._jaxpr import compat, contexts
-from mpjax._jaxpr.closures import may_close_over_tracers
+from mpjax.program import compat, contexts
+from mpjax.program.closures import may_close_over_tracers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from mpjax._jaxpr import compat
+from mpjax.program import compat
 
 _MANY = 512  # objects
 

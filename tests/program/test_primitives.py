@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 import mpjax
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.primitives import TABLE, Op, primitive
 from mpjax.casting.higher_order import HIGHER_ORDER
+from mpjax.program import compat
+from mpjax.program.primitives import TABLE, Op, primitive
 
 
 def of_jax():
     """The primitives of JAX alone: other libraries register theirs when the tests import them."""
-    program = "from mpjax._jaxpr import compat; print(*compat.known_primitives())"
+    program = "from mpjax.program import compat; print(*compat.known_primitives())"
     root = Path(mpjax.__file__).parent.parent
     run = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
     return set(run.stdout.split())
@@ -25,7 +25,7 @@ def of_jax():
 
 def test_every_primitive_of_this_jax_has_a_row():
     unknown = sorted(of_jax() - set(TABLE))
-    assert not unknown, f"no row in mpjax/_jaxpr/primitives.txt: {', '.join(unknown)}"
+    assert not unknown, f"no row in mpjax/program/primitives.txt: {', '.join(unknown)}"
 
 
 def test_every_row_is_a_primitive_of_this_jax():

@@ -13,11 +13,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.evaluator import evaluate
-from mpjax._jaxpr.flops import matmul_flops
-from mpjax._jaxpr.primitives import TABLE, Op, primitive
-from mpjax._jaxpr.source import join, module_of, path_of, phase_of, source_line
+from mpjax.program import compat
+from mpjax.program.evaluator import evaluate
+from mpjax.program.flops import matmul_flops
+from mpjax.program.primitives import TABLE, Op, primitive
+from mpjax.program.source import join, module_of, path_of, phase_of, source_line
 
 _T = TypeVar("_T")
 

@@ -39,7 +39,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from mpjax._jaxpr import compat, staging
+from mpjax.kernels import staging
+from mpjax.program import compat
 
 detached = Primitive("detached")
 result = Primitive("matmul_result")

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax._jaxpr import compat
-from mpjax._jaxpr.interception import intercepted
+from mpjax.program import compat
+from mpjax.program.interception import intercepted
 
 X = np.ones((2, 2), np.float32)
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from mpjax._jaxpr import compat
+from mpjax.program import compat
 
 
 def evaluate(

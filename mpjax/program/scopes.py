@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from mpjax.modules.classes import become, setting_of
+from mpjax.program.classes import become, setting_of
 
 # The module whose method is running. The modules that it calls are named by their path in it.
 _caller: contextvars.ContextVar[Any] = contextvars.ContextVar("mpjax_caller", default=None)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from mpjax._jaxpr import host
-from mpjax._jaxpr.evaluator import bind
+from mpjax.program import host
+from mpjax.program.evaluator import bind
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(3, 4)).astype(np.float32)

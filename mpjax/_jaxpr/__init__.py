@@ -1,1 +1,0 @@
-"""Shared code for casting and inspection: JAX versions, primitives, source lines, FLOPs, traversals of jaxprs."""

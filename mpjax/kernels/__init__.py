@@ -1,0 +1,1 @@
+"""mpjax's own primitives: their derivatives, and their forms on each platform."""
