@@ -84,7 +84,7 @@ def _jitted(fun: Any) -> Any:
     """The function in `jax.jit`, called like autocast: arguments that are not arrays are passed through unchanged."""
     import jax
 
-    from mpjax.casting.autocast import functional, is_array
+    from mpjax.program.tracing import functional, is_array
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from mpjax.casting.classify import tracked
 from mpjax.casting.lattice import FULL, HALF, Storage, storage_of
 from mpjax.casting.plan import Action, Plan, Step, is_left_alone
 from mpjax.casting.remat import RematRegion
+from mpjax.casting.setting import tracked
 from mpjax.program import compat
 from mpjax.program.graph import Site, is_unknown, not_entered, site_of, sub_jaxprs, unknown_flops, walk
 from mpjax.program.primitives import MATMULS, Op

@@ -14,7 +14,7 @@ from typing import Any
 
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.attention.prepare import prepared
-from mpjax.casting.classify import AS_TRACED, IN_HALF, OPAQUE, UNTIL_TOLERANCE, Listing, Region, Setting, tracked
+from mpjax.casting.classify import OPAQUE, UNTIL_TOLERANCE, Listing
 from mpjax.casting.formats import Decision, decide
 from mpjax.casting.lattice import (
     FULL,
@@ -32,6 +32,7 @@ from mpjax.casting.lattice import (
 )
 from mpjax.casting.plan import NOTHING, Action, MatmulCounts, Plan, Step, is_left_alone
 from mpjax.casting.remat import with_regions
+from mpjax.casting.setting import AS_TRACED, IN_HALF, Region, Setting, tracked
 from mpjax.casting.uses import RESULT, Use, is_needed, uses
 from mpjax.kernels.selection import selects
 from mpjax.kernels.weight_gradients import is_pointwise

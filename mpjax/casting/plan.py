@@ -7,9 +7,10 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
-from mpjax.casting.classify import Listing, Setting
+from mpjax.casting.classify import Listing
 from mpjax.casting.formats import Decision
 from mpjax.casting.lattice import Inferred, Storage
+from mpjax.casting.setting import Setting
 from mpjax.program.graph import sub_jaxprs
 from mpjax.program.primitives import Op
 

@@ -14,23 +14,13 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 
-from mpjax.casting.classify import FLOAT32, Region
+from mpjax.casting.setting import FLOAT32, Region
 from mpjax.policy import HALF_DTYPES
 from mpjax.program import contexts
 from mpjax.program.objects import contains_state
-from mpjax.program.scopes import named_modules
 from mpjax.program.source import MARK
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def scopes_of_modules(tree: Any) -> contextlib.AbstractContextManager[None]:
-    """Named scopes by path for the NNX modules in a tree, while a program is traced to be planned.
-
-    For a program that is not planned, inspections identify modules by the parameters that they read. Equinox modules
-    keep the scopes that Equinox gives them: a class with scopes would be another pytree, which `eqx.combine` rejects.
-    """
-    return named_modules(tree) if contexts.planning.value else contextlib.nullcontext()
 
 
 def _region(name: Region, fun: F) -> F:

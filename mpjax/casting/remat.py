@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax.casting.classify import tracked
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage
 from mpjax.casting.plan import Action, Step
+from mpjax.casting.setting import tracked
 from mpjax.program import compat
 from mpjax.program.primitives import MATMULS, Op, Saves, primitive
 

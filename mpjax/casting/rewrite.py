@@ -18,11 +18,11 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax.casting.attention.kernel import ATTENTION
-from mpjax.casting.classify import FLOAT32, tracked
 from mpjax.casting.formats import COTANGENTS
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, storage_of
 from mpjax.casting.plan import Action, Plan, Step
 from mpjax.casting.remat import RematRegion
+from mpjax.casting.setting import FLOAT32, tracked
 from mpjax.kernels import scaled_matmul, staging, weight_gradients
 from mpjax.kernels.selection import select, selects
 from mpjax.kernels.unfused import unfused

@@ -6,7 +6,7 @@ import collections
 from collections.abc import Mapping
 from typing import Any
 
-from mpjax.casting.classify import tracked
+from mpjax.casting.setting import tracked
 from mpjax.program import compat
 from mpjax.program.primitives import Op, primitive
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.attention.prepare import prepared
-from mpjax.casting.classify import IN_HALF, Listing, Setting, classify, is_inner_product, tracked
+from mpjax.casting.classify import Listing, classify, is_inner_product
+from mpjax.casting.setting import IN_HALF, Setting, tracked
 from mpjax.casting.streams import residual_additions
 from mpjax.program import compat
 from mpjax.program.derivative_rules import closed_over

@@ -14,7 +14,7 @@ import optax
 from jax import lax
 from jax.tree_util import Partial
 
-from mpjax.casting.autocast import TracedCall, autocast, traced_call
+from mpjax.casting.autocast import autocast
 from mpjax.casting.rules import Rules
 from mpjax.loss_scale import static_loss_scale, value_and_grad
 from mpjax.loss_scale.state import LossScaleState, find_loss_scale_state
@@ -26,6 +26,7 @@ from mpjax.program.interpreter import COMPILER_OPTIONS, Eager, Probe, is_half, i
 from mpjax.program.objects import contains_nnx_object, is_nnx_object
 from mpjax.program.primitives import primitive
 from mpjax.program.scopes import named_modules
+from mpjax.program.tracing import TracedCall, traced_call
 
 
 def trace_to_run(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> TracedCall:

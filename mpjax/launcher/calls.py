@@ -16,12 +16,13 @@ import jax.extend.core
 import jax.numpy as jnp
 
 import mpjax
-from mpjax.casting.autocast import is_array, plan_program, run_program, trace
+from mpjax.casting.autocast import plan_program, run_program
 from mpjax.launcher.linearity import nonlinear_rule
 from mpjax.launcher.retrying import all_finite, behind, is_inexact, strong
 from mpjax.launcher.session import Scale, Session, differentiating, function_name
 from mpjax.program import compat
 from mpjax.program.graph import Site, walk
+from mpjax.program.tracing import is_array, trace
 
 # The named scope of a rerun. Operations in it run only after an overflow.
 SCOPE = "mpjax_in_float32"

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax.casting.autocast import trace
 from mpjax.program import compat
 from mpjax.program.derivative_rules import rules_of
 from mpjax.program.graph import sub_jaxprs
 from mpjax.program.primitives import Op, Saves, primitive
+from mpjax.program.tracing import trace
 
 
 class _In(enum.IntEnum):

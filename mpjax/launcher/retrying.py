@@ -10,11 +10,11 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.casting.autocast import trace
 from mpjax.launcher.session import CALLS, GOOD, RETRIES, SCALE, Frame
 from mpjax.loss_scale.replicas import all_finite as all_finite_on
 from mpjax.loss_scale.transformation import next_scale
 from mpjax.program import compat
+from mpjax.program.tracing import trace
 
 # For gradients inside a function that is linearized before its scale is known.
 INNER_SCALE = 2.0**7

@@ -180,7 +180,7 @@ class Session:
         self.steps: list[Any] = []  # the clocks of compiled functions that differentiate and have run
 
     def _read_rules(self, filled_lists: dict[str, Any]) -> None:
-        from mpjax.casting.autocast import setting_of
+        from mpjax.casting.policies import setting_of
 
         level = "half" if self.policy == mpjax.get_policy("O3") else "default"
         self.rules = _noting(self._matched)(**filled_lists, level=level)
@@ -237,7 +237,7 @@ class Session:
     @property
     def setting(self) -> Any:
         """What autocast plans a program by; None if everything stays in float32."""
-        from mpjax.casting.autocast import is_enabled, setting_of
+        from mpjax.casting.policies import is_enabled, setting_of
 
         return setting_of(self.policy, self.rules) if is_enabled() else None
 

@@ -17,10 +17,12 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 import mpjax
-from mpjax.casting.autocast import TracedCall, autocast_of, plan_program, run_program, setting_of
-from mpjax.casting.autocast import trace as trace_to_plan
+from mpjax.casting.autocast import autocast_of, plan_program, run_program
 from mpjax.casting.plan import Plan
+from mpjax.casting.policies import setting_of
 from mpjax.inspection.explanation import Explanation, explanation
+from mpjax.program.tracing import TracedCall
+from mpjax.program.tracing import trace as trace_to_plan
 from testing.measures import HALF, MATMULS, Equation, equations, inner_jaxprs, is_inner_product, risky_of
 from testing.random_programs.cases import OUTSIDE, TRANSFORMS, Case
 from testing.random_programs.evaluate import Unsupported, as_typed, evaluate, exact, float8_operand, is_float, rounded

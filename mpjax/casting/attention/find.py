@@ -16,7 +16,7 @@ from mpjax.casting.attention.axes import Axis, Dims, Unfit, downstream, flat, fr
 from mpjax.casting.attention.flow import Flow, changes_dtype, variables
 from mpjax.casting.attention.masks import HIDES, add_bias, add_mask
 from mpjax.casting.attention.parts import Attention
-from mpjax.casting.classify import tracked
+from mpjax.casting.setting import tracked
 from mpjax.program import compat
 from mpjax.program.primitives import primitive
 

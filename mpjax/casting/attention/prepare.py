@@ -17,7 +17,8 @@ from mpjax.casting.attention.find import attentions
 from mpjax.casting.attention.flow import Flow, variables
 from mpjax.casting.attention.kernel import ATTENTION, Options, options_of
 from mpjax.casting.attention.parts import Attention
-from mpjax.casting.classify import Setting, classify
+from mpjax.casting.classify import classify
+from mpjax.casting.setting import Setting
 from mpjax.program import compat, derivative_rules
 from mpjax.program.closures import may_close_over_tracers
 from mpjax.program.graph import SubJaxpr, sub_jaxprs

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from mpjax.casting.classify import Listing, Setting
+from mpjax.casting.classify import Listing
 from mpjax.casting.higher_order.sub_jaxpr import (
     HigherOrder,
     Inner,
@@ -24,6 +24,7 @@ from mpjax.casting.infer import Inference, plan_jaxpr
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, at_boundary, join
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.rewrite import values_of
+from mpjax.casting.setting import Setting
 from mpjax.casting.uses import Use, uses
 from mpjax.program import evaluator
 

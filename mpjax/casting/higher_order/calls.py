@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from mpjax.casting.classify import Listing, Setting
+from mpjax.casting.classify import Listing
 from mpjax.casting.higher_order.sub_jaxpr import (
     HigherOrder,
     Inner,
@@ -33,6 +33,7 @@ from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, 
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.remat import is_cheap
 from mpjax.casting.rewrite import arrays_of, run_closed, values_of
+from mpjax.casting.setting import Setting
 from mpjax.casting.uses import Use, follows_one_value, uses
 from mpjax.kernels.scaled_matmul import E4M3
 from mpjax.program import compat, evaluator

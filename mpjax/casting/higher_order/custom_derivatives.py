@@ -16,7 +16,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
-from mpjax.casting.classify import Listing, Region, Setting, tracked
+from mpjax.casting.classify import Listing
 from mpjax.casting.higher_order.calls import uses_of_call
 from mpjax.casting.higher_order.sub_jaxpr import (
     Convention,
@@ -33,6 +33,7 @@ from mpjax.casting.infer import Inference, plan_jaxpr
 from mpjax.casting.lattice import FULL, HALF, PARAMETER, TRACED, Inferred, Level, Storage, storage_of
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.rewrite import MixedValue, array_of, arrays_of, run, values_of
+from mpjax.casting.setting import Region, Setting, tracked
 from mpjax.casting.uses import Use, uses
 from mpjax.kernels.weight_gradients import detached
 from mpjax.program import compat

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpjax.casting.classify import Listing, Setting
+from mpjax.casting.classify import Listing
 from mpjax.casting.higher_order.sub_jaxpr import (
     Convention,
     HigherOrder,
@@ -22,6 +22,7 @@ from mpjax.casting.infer import Inference, plan_jaxpr
 from mpjax.casting.lattice import FULL, HALF, Inferred, Level, carried, join, storage_of
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.rewrite import MixedValue, arrays_of, run_closed, values_of
+from mpjax.casting.setting import Setting
 from mpjax.casting.uses import RESULT, Use, Uses, uses
 from mpjax.kernels.weight_gradients import detached, straight_through
 from mpjax.program import compat, evaluator

@@ -12,7 +12,6 @@ import jax.extend
 import jax.numpy as jnp
 
 from mpjax.casting.attention.kernel import Trial
-from mpjax.casting.autocast import TracedCall, traced_call
 from mpjax.inspection.audit.communication import Collective, collectives_of_call, device_count
 from mpjax.inspection.audit.dataflow import Flow, Value, flow_of, residuals_of
 from mpjax.inspection.audit.matmuls import casts_of, findings_of, matmuls_of
@@ -26,6 +25,7 @@ from mpjax.program import compat, contexts
 from mpjax.program.graph import Site, not_entered, owners_of, walk
 from mpjax.program.interpreter import is_float
 from mpjax.program.source import BACKWARD, FORWARD
+from mpjax.program.tracing import TracedCall, traced_call
 
 
 def audit(

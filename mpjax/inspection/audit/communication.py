@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax.casting.autocast import functional
 from mpjax.inspection.profile.hlo import HloModule, Line, module_path, sizes
 from mpjax.inspection.profile.loops import iterations
 from mpjax.inspection.reports import Section, added_up, amount
+from mpjax.program.tracing import functional
 
 OPS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 # These compute sums or maxima, so their dtype is also that of the arithmetic.

@@ -14,7 +14,6 @@ import numpy as np
 from jax.tree_util import Partial
 
 from mpjax.casting import autocast_disabled
-from mpjax.casting.autocast import TracedCall
 from mpjax.inspection.gradient import argument_name, trace_to_run
 from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite_but
 from mpjax.inspection.nonfinite.provenance import CodeProbe, Provenance, WatchProbe, code_of, first_fault, watched
@@ -27,6 +26,7 @@ from mpjax.program.graph import NOBODY, Block, Owners, Site, lay_out, owners_of,
 from mpjax.program.interpreter import COMPILER_OPTIONS, Eager, Instrumented, Key, is_half, is_inexact, widened
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD
+from mpjax.program.tracing import TracedCall
 
 
 def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None = None) -> NonFinite | None:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mpjax.casting.autocast import traced_call
 from mpjax.inspection.audit.matmuls import Matmul, matmuls_of
 from mpjax.inspection.devices import device_of
 from mpjax.inspection.profile import hlo, kernels, profiler_trace
@@ -20,6 +19,7 @@ from mpjax.inspection.profile.stepping import Recompilation, Stepper
 from mpjax.inspection.reports import reason, totals
 from mpjax.program.graph import walk
 from mpjax.program.source import RECOMPUTED
+from mpjax.program.tracing import traced_call
 
 # The share of kernel time in CUDA graphs above which a second trace without them is worth its compilation.
 _HIDDEN = 0.05

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax.casting.autocast import traced_call
 from mpjax.inspection.gradient import Loss, argument_names
 from mpjax.inspection.layerwise.lockstep import grouped
 from mpjax.inspection.numerics.activations import Counted, counted
@@ -24,6 +23,7 @@ from mpjax.policy import HALF_DTYPES
 from mpjax.program.graph import Block, Site, lay_out, owners_of
 from mpjax.program.interpreter import Instrumented, widened
 from mpjax.program.source import BACKWARD
+from mpjax.program.tracing import traced_call
 
 # The columns of a record's statistics.
 COLUMNS = ("amax", "flushed", "zeros", "nonfinite")

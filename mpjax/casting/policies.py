@@ -1,0 +1,77 @@
+"""From a policy and rules to the setting of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from mpjax.casting.formats import Float8, Float8Setting
+from mpjax.casting.higher_order import HIGHER_ORDER
+from mpjax.casting.rules import Rules, is_pattern
+from mpjax.casting.setting import Setting
+from mpjax.policy import HALF_DTYPES, NORM_PATTERNS, Policy, get_policy
+from mpjax.program import contexts
+
+
+def is_enabled() -> bool:
+    """Whether autocast is on: neither `MPJAX_AUTOCAST` nor `autocast_disabled` turns it off."""
+    return not contexts.autocast_disabled.value and os.environ.get("MPJAX_AUTOCAST", "1").strip().lower() not in (
+        "0",
+        "false",
+        "off",
+    )
+
+
+def setting_of(policy: Policy, rules: Rules | None) -> Setting | None:
+    """The setting for a policy and rules; None if the policy computes in float32."""
+    if policy.compute_dtype not in HALF_DTYPES:
+        return None
+    if rules is None:
+        rules = Rules(level="half") if policy == get_policy("O3") else Rules()
+    if policy.reduce_dtype == policy.compute_dtype:  # A sum across devices has the dtype of its operand.
+        rules = dataclasses.replace(rules, weight_gradients="half")
+    float8 = _float8_setting(rules, policy)
+    if contexts.attention_trial.value is not None:
+        rules = dataclasses.replace(rules, attention=contexts.attention_trial.value.attention)
+    rules = _with_overrides(rules, policy).with_environment()
+    recompute, plans_rules = rules.residuals != "full", bool(rules.entries)
+    return Setting(
+        policy.compute_dtype, rules, HIGHER_ORDER, recompute=recompute, plans_rules=plans_rules, float8=float8
+    )
+
+
+def _float8_setting(rules: Rules, policy: Policy) -> Float8Setting | None:
+    """The options and patterns of float8 matmuls; None if neither the policy nor an override has any."""
+    everywhere = policy.matmul_dtype is not None
+    overrides = [(_pattern(pattern), other) for pattern, other in policy.overrides if pattern not in NORM_PATTERNS]
+    if not everywhere and all(other.matmul_dtype is None for _, other in overrides):
+        if rules.float8 is not None:
+            raise ValueError(
+                f"Rules(float8={rules.float8!r}): the policy {str(policy)!r} has no float8 matmuls; use "
+                "'mixed_float8', or leave the option out."
+            )
+        return None
+    options = rules.float8 or Float8()
+    entries = [(pattern, True) for pattern in options.allow] + [(pattern, False) for pattern in options.deny]
+    entries += [(pattern, other.matmul_dtype is not None) for pattern, other in overrides]
+    return Float8Setting(options, tuple((_pattern(pattern), on) for pattern, on in entries), everywhere)
+
+
+def _pattern(pattern: str) -> str:
+    """A pattern of a policy's override as one over module paths."""
+    return pattern if is_pattern(pattern) else f"*/{pattern}"
+
+
+def _with_overrides(rules: Rules, policy: Policy) -> Rules:
+    """The rules plus a policy's overrides by path.
+
+    Level O2's are skipped: the lists already cover them. An override that differs in its matmul dtype alone changes
+    no list.
+    """
+    added: dict[str, list[str]] = {"allow": [], "deny": []}
+    for pattern, other in policy.overrides:
+        if pattern not in NORM_PATTERNS and not any(entry == pattern for entry, _ in rules.entries):
+            if other.compute_dtype == policy.compute_dtype and {policy.matmul_dtype, other.matmul_dtype} != {None}:
+                continue
+            added["allow" if other.compute_dtype in HALF_DTYPES else "deny"].append(_pattern(pattern))
+    return rules.add(**added) if any(added.values()) else rules

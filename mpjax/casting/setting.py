@@ -1,0 +1,120 @@
+"""What a plan depends on besides the program: the half dtype, the rules, and the region that contains the program."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mpjax.casting.formats import Float8Setting
+from mpjax.casting.rules import Rules
+from mpjax.program import compat
+from mpjax.program.graph import NOBODY, Owners
+from mpjax.program.source import join, module_of
+
+FLOAT32 = np.dtype(np.float32)
+
+
+class Region(enum.StrEnum):
+    """The regions that the decorators, `autocast_disabled` and autocast functions inside mark."""
+
+    NONE = ""
+    HALF = "half"
+    HALF_AS_WRITTEN = "half_as_written"
+    FLOAT = "float"
+    PROMOTE = "promote"
+    TOLERANCE = "tolerance"  # not marked: the default for a loop that ends when a tolerance is met
+    OFF = "off"
+    PLANNED = "planned"
+
+
+# The regions that run as traced, and why.
+AS_TRACED = {Region.OFF: "autocast is disabled here", Region.PLANNED: "an autocast function inside planned it"}
+
+# The regions that run in half, and why.
+IN_HALF = {
+    Region.HALF: "half_function",
+    Region.HALF_AS_WRITTEN: "half_function, traced with float32 arguments",
+}
+
+# The regions that run in float32, and why.
+IN_FLOAT32 = {Region.FLOAT: "float_function", Region.TOLERANCE: "its loop ends when its matmuls meet a tolerance"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Everything that a plan depends on besides the program. Hashable, because it is part of the plan's key.
+
+    Args:
+        half: The half dtype.
+        rules: The lists.
+        higher_order: The rules of the higher-order primitives, by name.
+        region: The user's region that contains the program.
+        recompute: Whether to form rematerialisation regions.
+        folded: Whether the whole program is cheap, so that it may be part of an outer rematerialisation region.
+        looped: Whether the program is in the body of a scan.
+        invariants: The number of leading inputs that are the same in all iterations of a loop with this body.
+        in_rule: Whether the program is a derivative rule. Rules nested in it are planned only when differentiated,
+            because a rule may call its own function (relu's does).
+        plans_rules: Whether derivative rules are planned with the program, for its report and for the user's rules that
+            match inside; otherwise when JAX differentiates the program, if they can wait.
+        path: The module path. Set only if a rule reads it, so that plans are otherwise shared between paths.
+        owners: The module paths of equations whose scopes don't name an instance.
+        float8: The options of float8 matmuls; None if there are none.
+    """
+
+    half: np.dtype
+    rules: Rules
+    higher_order: Mapping[str, Any] = dataclasses.field(compare=False, repr=False)
+    region: Region = Region.NONE
+    recompute: bool = False
+    folded: bool = False
+    looped: bool = False
+    invariants: int = 0
+    in_rule: bool = False
+    plans_rules: bool = False
+    path: str = ""
+    owners: Owners = NOBODY
+    float8: Float8Setting | None = None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        flags = (self.recompute, self.folded, self.looped, self.invariants, self.in_rule)
+        return hash((self.half, self.rules, self.region, flags, self.path, self.owners))
+
+    @property
+    def reads_scopes(self) -> bool:
+        """Whether a rule matches module paths."""
+        return self.rules.reads_scopes or bool(self.float8 and self.float8.entries)
+
+    @functools.cached_property
+    def plain(self) -> bool:
+        """Whether only the default lists apply."""
+        return not self.rules.entries and self.rules.level == "default" and not self.region
+
+    def inside(self, eqn: Any, region: Region, invariants: int = 0) -> Setting:
+        """The setting of the sub-jaxprs of an equation; a loop gives the number of its invariant operands."""
+        path = join(self.path, module_of(eqn)) if self.reads_scopes else ""
+        owners = self.owners.inside(eqn)
+        row = self.higher_order[eqn.primitive.name]
+        recompute = self.recompute and row.regions_inside
+        looped = self.looped or row.is_scan
+        now = (self.region, self.path, self.owners, self.recompute, self.looped, self.invariants)
+        if (region, path, owners, recompute, looped, invariants) == now:
+            return self
+        return dataclasses.replace(
+            self, region=region, path=path, owners=owners, recompute=recompute, looped=looped, invariants=invariants
+        )
+
+
+def tracked(v: Any) -> bool:
+    """Whether autocast may choose this value's dtype: a float32 array. float64 is left as the user set it."""
+    aval = v.aval
+    return compat.is_shaped(aval) and aval.dtype == FLOAT32

@@ -1,0 +1,114 @@
+"""Traces calls of users' functions: their arguments may hold NNX modules, and values that are not arrays."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax.program import compat, contexts, derivative_rules, objects
+from mpjax.program.scopes import named_modules
+from mpjax.program.source import traceback_line
+
+
+@dataclasses.dataclass
+class TracedCall:
+    """A traced function: its jaxpr, the arrays it was called with, and how to rebuild its result."""
+
+    jaxpr: Any
+    arrays: Sequence[Any]
+    names: Sequence[str]
+    rebuild: Callable[[Sequence[Any]], Any]
+
+
+def is_array(x: Any) -> bool:
+    """Whether an argument is traced. Python scalars, strings and other objects are not."""
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], half: np.dtype | None) -> TracedCall:
+    """Traces a call. Arguments and results that are not arrays stay outside the program.
+
+    Args:
+        fun, args, kwargs: The call.
+        half: The half dtype of the plan that will be made of the trace; None if none will be made. That plan leaves the
+            operations of autocast functions inside alone.
+
+    Raises:
+        TypeError: The function's control flow depends on the value of an array.
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    where = [i for i, (_, leaf) in enumerate(leaves) if is_array(leaf)]
+    arrays = [leaves[i][1] for i in where]
+    out: dict[str, Any] = {}
+
+    def flat(*arrays: Any) -> list[Any]:
+        filled = [leaf for _, leaf in leaves]
+        for i, array in zip(where, arrays, strict=True):
+            filled[i] = array
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        results, out["tree"] = jax.tree.flatten(fun(*args, **kwargs))
+        if half is not None:
+            out["rules"] = derivative_rules.trace_live()
+        # Tracers must not outlive the trace.
+        out["leaves"] = [_ARRAY if isinstance(leaf, jax.Array) else leaf for leaf in results]
+        return [leaf for leaf in results if isinstance(leaf, jax.Array)]
+
+    try:
+        with contexts.planning(half.name) if half is not None else contextlib.nullcontext():
+            jaxpr = compat.trace(flat, *arrays)
+    except jax.errors.ConcretizationTypeError as error:
+        if any(isinstance(array, jax.core.Tracer) for array in arrays):
+            raise  # Without autocast, the function would fail here too.
+        raise TypeError(_needs_a_value(fun, error)) from error
+    if half is not None:
+        derivative_rules.remember(jaxpr, out["rules"])
+
+    def rebuild(results: Sequence[Any]) -> Any:
+        rest = iter(results)
+        return jax.tree.unflatten(out["tree"], [next(rest) if leaf is _ARRAY else leaf for leaf in out["leaves"]])
+
+    return TracedCall(jaxpr, arrays, [jax.tree_util.keystr(leaves[i][0]) for i in where], rebuild)
+
+
+_ARRAY = object()  # in place of an array in a result
+
+
+def _needs_a_value(fun: Callable[..., Any], error: Exception) -> str:
+    name = getattr(fun, "__name__", "the function")
+    return (
+        f"autocast traces {name}, as jax.jit does, but {traceback_line(error) or 'a line of it'} needs the value of an "
+        "array. Put jax.jit's control flow there (jax.lax.cond, jax.lax.while_loop, jnp.where), or apply autocast to "
+        f"the part without it. JAX says: {str(error).splitlines()[0]}"
+    )
+
+
+def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """The call as a call of a pure function, with the scopes of the NNX modules among its arguments."""
+    if not objects.contains_state((args, kwargs)):
+        return fun, args, kwargs, lambda out: out
+
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        with scopes_of_modules((args, kwargs)):
+            return fun(*args, **kwargs)
+
+    return objects.functional(scoped, args, kwargs)
+
+
+def traced_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> TracedCall:
+    """The traced program of a call as it runs, with the casts of any autocast inside."""
+    call, args, kwargs, _ = functional(fun, args, kwargs)
+    return trace(call, args, kwargs, None)
+
+
+def scopes_of_modules(tree: Any) -> contextlib.AbstractContextManager[None]:
+    """Named scopes by path for the NNX modules in a tree, while a program is traced to be planned.
+
+    For a program that is not planned, inspections identify modules by the parameters that they read. Equinox modules
+    keep the scopes that Equinox gives them: a class with scopes would be another pytree, which `eqx.combine` rejects.
+    """
+    return named_modules(tree) if contexts.planning.value else contextlib.nullcontext()
