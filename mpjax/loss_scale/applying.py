@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, Self, TypeVar, overload
 
 import jax
 import optax
@@ -20,50 +19,40 @@ from mpjax.policy import path_string
 State = TypeVar("State")
 Params = TypeVar("Params")
 
-Transformation = TypeVar("Transformation", bound=optax.GradientTransformationExtraArgs)
-
-_FUSED = "_mpjax_fused"
+Apply = Callable[..., tuple[Any, Any]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Fused:
-    """The functions of a transformation of this library besides `init` and `update`."""
+class Transformation(optax.GradientTransformationExtraArgs):
+    """A transformation of this library, whose new params `apply_gradients` gets from `apply`.
 
-    update: Callable[..., Any]
-    # `apply(grads, state, params, **extra)`, in place of `update` and `optax.apply_updates`.
-    apply: Callable[..., tuple[Any, Any]]
-    # Whether it skips steps. If so, its `apply` takes further values to check, as `also_check`.
-    decides: bool
-    # `update` in two parts: `finish(*advance(grads, state, params, **extra), params, taken)`. The branch that
-    # takes the step need not store what `finish` can compute from the new state.
-    parts: tuple[Callable[..., tuple[Any, Any]], Callable[..., tuple[Any, Any]]] | None = None
+    Attributes:
+        apply: `apply(grads, state, params, **extra)`, in place of `update` and `optax.apply_updates`.
+        decides: Whether it skips steps. If so, its `apply` takes further values to check, as `also_check`.
+        parts: `update` in two parts: `finish(*advance(grads, state, params, **extra), params, taken)`. The branch that
+            takes the step need not store what `finish` can compute from the new state.
+    """
 
+    apply: Apply | None = None  # as in a copy with another `update` (`_replace`), which must not be bypassed
+    decides: bool = False
+    parts: tuple[Apply, Apply] | None = None
 
-def transformation(
-    init: Callable[..., Any],
-    update: Callable[..., Any],
-    apply: Callable[..., Any],
-    decides: bool,
-    parts: tuple[Callable[..., tuple[Any, Any]], Callable[..., tuple[Any, Any]]] | None = None,
-    kind: type[Transformation] = optax.GradientTransformationExtraArgs,
-) -> Transformation:
-    """A transformation that `apply_gradients` runs by calling `apply`."""
-    setattr(update, _FUSED, Fused(update, apply, decides, parts))
-    return kind(init, update)
+    @classmethod
+    def make(cls, init: Callable[..., Any], update: Apply, apply: Apply, *, decides: bool, parts: Any = None) -> Self:
+        """A transformation from its functions."""
+        made = cls(init, update)
+        made.apply, made.decides, made.parts = apply, decides, parts
+        return made
 
 
-def update_in_parts(tx: optax.GradientTransformationExtraArgs) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def update_in_parts(tx: optax.GradientTransformationExtraArgs) -> tuple[Apply, Apply]:
     """`advance` and `finish` of a transformation. By default `advance` is its `update` and `finish` does nothing."""
-    found = fused(tx)
-    if found is not None and found.parts is not None:
-        return found.parts
+    if isinstance(tx, Transformation) and tx.parts is not None:
+        return tx.parts
     return tx.update, lambda updates, state, params, taken: (updates, state)
 
 
-def fused(tx: Any) -> Fused | None:
-    found = getattr(tx.update, _FUSED, None)
-    # `functools.wraps` copies attributes, and an update that wraps ours must not be bypassed.
-    return found if isinstance(found, Fused) and found.update is tx.update else None
+def _applies(tx: Any) -> bool:
+    return isinstance(tx, Transformation) and tx.apply is not None
 
 
 class TrainState(Protocol):
@@ -144,7 +133,7 @@ def apply_gradients(tx: Any, grads: Any, opt_state: Any = _MISSING, params: Any 
 
 def _apply_to_arrays(tx: Any, grads: Any, opt_state: Any, params: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
     values = overwritten(grads)
-    if fused(tx) is None:
+    if not _applies(tx):
         check_wiring(opt_state)
         if not contains_state(opt_state):
             updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
@@ -158,10 +147,9 @@ def _optimize(
     tx: Any, grads: Any, opt_state: Any, params: Any, values: Any, extra_args: dict[str, Any]
 ) -> tuple[Any, Any]:
     """The new params and state. `values`, those of the FP8 collection, must be finite too."""
-    found = fused(tx)
-    if found is not None:
-        extra_args = {**extra_args, "also_check": values} if found.decides else extra_args
-        return found.apply(grads, opt_state, params, **extra_args)
+    if _applies(tx):
+        extra_args = {**extra_args, "also_check": values} if tx.decides else extra_args
+        return tx.apply(grads, opt_state, params, **extra_args)
     updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
     return optax.apply_updates(params, updates), opt_state
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import sys
-import types
 import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
@@ -148,22 +146,6 @@ def check_wiring(opt_state: Any, stacklevel: int = 5) -> None:
         warnings.warn(f"loss scaling: {message}", LossScaleWarning, stacklevel=stacklevel)
 
 
-def check_wiring_around() -> None:
-    """`check_wiring` of the whole optimizer state, if optax calls the running update as a part of it.
-
-    An update sees only its own state. The whole one is an argument of the outermost of optax's running functions.
-    """
-    frame: types.FrameType | None = sys._getframe(1)
-    outermost, level, stacklevel = None, 3, 0
-    while frame is not None:
-        frame, level = frame.f_back, level + 1
-        if frame is not None and frame.f_globals.get("__name__", "").startswith("optax."):
-            outermost, stacklevel = frame, level + 1  # that of its caller
-    if outermost is not None:
-        for name in outermost.f_code.co_varnames[: outermost.f_code.co_argcount]:
-            check_wiring(outermost.f_locals.get(name), stacklevel)
-
-
 def _miswirings(node: Any) -> Iterator[str]:
     children = [x for x in jax.tree.leaves(node, is_leaf=lambda x: x is not node) if not hasattr(x, "dtype")]
     is_around = not _is_state(node) and contains_state(node)
@@ -183,27 +165,16 @@ def _miswirings(node: Any) -> Iterator[str]:
             if contains_state(child):
                 yield from [_IN_FRONT] * (i > 0) + [_BEHIND] * (i < len(children) - 1)
             elif i < len(children) - 1:
-                yield from (_AFTER_ROUNDING.format(name=name) for name in _rounding(child))
+                yield from (_AFTER_ROUNDING.format(name=name) for name in roundings(child))
     for child in children:
         if isinstance(child, (tuple, collections.OrderedDict)):  # not into params and moments
             yield from _miswirings(child)
 
 
-def _rounding(state: Any) -> list[str]:
-    """The names of the transformations in a state that round params."""
-    from mpjax.optimizer_state import (  # they import this package
-        KahanState,
-        MasterWeightsState,
-        StochasticRoundingState,
-    )
-
-    names = {
-        MasterWeightsState: "master_weights",
-        KahanState: "kahan",
-        StochasticRoundingState: "stochastic_rounding",
-    }
-    leaves = jax.tree.leaves(state, is_leaf=lambda x: type(x) in names)
-    return [names[type(x)] for x in leaves if type(x) in names]
+def roundings(state: Any) -> list[str]:
+    """The names of the transformations in a state that make up for the rounding of half params, by `rounds_params`."""
+    keeps = lambda x: hasattr(x, "rounds_params")  # noqa: E731
+    return [x.rounds_params for x in jax.tree.leaves(state, is_leaf=keeps) if keeps(x)]
 
 
 def loss_scale_of(opt_state: Any) -> jax.Array:

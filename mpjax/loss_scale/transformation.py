@@ -18,7 +18,7 @@ from mpjax.loss_scale import applying
 from mpjax.loss_scale.applying import apply_gradients, as_transformation
 from mpjax.loss_scale.cotangents import unscale_by
 from mpjax.loss_scale.replicas import all_finite
-from mpjax.loss_scale.state import LossScaleState, check_wiring_around, contains_state
+from mpjax.loss_scale.state import LossScaleState, contains_state
 from mpjax.loss_scale.trees import cast_like, row_major, settled
 from mpjax.loss_scale.usage import Expectation, warn_without_masters
 from mpjax.policy import get_policy
@@ -30,7 +30,7 @@ __all__ = ["dynamic_loss_scale", "loss_scale_for", "static_loss_scale"]
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
 
 
-class LossScaled(optax.GradientTransformationExtraArgs):
+class LossScaled(applying.Transformation):
     """An optimizer with loss scaling. For type checkers: its state has a `loss_scale`."""
 
     if TYPE_CHECKING:
@@ -93,10 +93,11 @@ def dynamic_loss_scale(
         TypeError: `inner` is not an optax transformation.
 
     Warns:
-        LossScaleWarning: in `init`, params are half and `inner` keeps no `master_weights` of them. When the
-            state is used, a transformation around this one (`optax.apply_if_finite`, another one in an `optax.chain`)
-            hides overflows from it, or runs on skipped steps. In the first update, no gradient was scaled since the
-            state was made.
+        LossScaleWarning: in `init`, params are half and `inner` keeps no `master_weights` of them. Where the whole
+            optimizer state is given (`value_and_grad`, `scale_loss`, `apply_gradients`, `check_progress`; a bare
+            `update` sees only its own state), a transformation around this one (`optax.apply_if_finite`, another one
+            in an `optax.chain`) hides overflows from it, or runs on skipped steps. In the first update, no gradient
+            was scaled since the state was made.
 
     Example:
         >>> import jax.numpy as jnp, optax, mpjax
@@ -280,7 +281,6 @@ def _loss_scaled(
 
     def update(grads: Any, state: LossScaleState, params: Any = None, **extra_args: Any) -> tuple[Any, LossScaleState]:
         _check_state("tx.update(grads, state, params)", grads, state, params)
-        check_wiring_around()
         expected.at_update()
         if applying.overwritten(grads) is not None:
             raise ValueError(
@@ -321,7 +321,7 @@ def _loss_scaled(
         )
         return params, new._replace(inner_state=inner_state)
 
-    return applying.transformation(init, _compiled_once(update), _compiled_once(apply), decides=True, kind=LossScaled)
+    return LossScaled.make(init, _compiled_once(update), _compiled_once(apply), decides=True)
 
 
 def _compiled_once(step: Callable[..., Any]) -> Callable[..., Any]:

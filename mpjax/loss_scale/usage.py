@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from mpjax.loss_scale.state import LossScaleWarning
+from mpjax.loss_scale.state import LossScaleWarning, roundings
 from mpjax.policy import is_half, path_string
 
 _MESSAGE = (
@@ -104,14 +104,8 @@ def unscaled_updates() -> Iterator[list[float]]:
 
 def warn_without_masters(state: Any, params: Any) -> None:
     """Warns if params are half and nothing in the state makes up for their rounding errors."""
-    # Imported here, because these modules import loss_scale.
-    from mpjax.optimizer_state.half_params import KahanState, StochasticRoundingState
-    from mpjax.optimizer_state.masters import MasterWeightsState
-
-    keeping = (MasterWeightsState, KahanState, StochasticRoundingState)
     half = [(path_string(path), p.dtype) for path, p in jax.tree_util.tree_leaves_with_path(params) if is_half(p)]
-    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, keeping))
-    if half and not any(isinstance(leaf, keeping) for leaf in leaves):
+    if half and not roundings(state):
         path, dtype = half[0]
         warnings.warn(
             f"loss scaling: {len(half)} of the params (such as {path}) are half ({dtype}), and the optimizer keeps no "

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax.loss_scale.applying import apply_gradients, as_transformation, transformation
-from mpjax.loss_scale.state import check_wiring_around
+from mpjax.loss_scale.applying import Transformation, apply_gradients, as_transformation
 from mpjax.loss_scale.usage import note_rounding
 from mpjax.optimizer_state.rounding import key_from, next_words, random_bits, round_stochastically, round_to_nearest
 from mpjax.policy import is_half, path_string
@@ -24,6 +23,11 @@ class StochasticRoundingState(NamedTuple):
     key: chex.Array  # shape=(2,), dtype=jnp.uint32; a threefry key, replaced at each step.
     inner_state: Any  # the wrapped transformation's state, initialised for the float32 tree.
 
+    @property
+    def rounds_params(self) -> str:
+        """The name of the transformation, which makes up for the rounding of half params."""
+        return "stochastic_rounding"
+
 
 class KahanState(NamedTuple):
     """State of `kahan`."""
@@ -32,6 +36,11 @@ class KahanState(NamedTuple):
     # param's dtype, and `optax.MaskedNode()` for a param that is not half.
     compensation: Any
     inner_state: Any  # the wrapped transformation's state, initialised for the float32 tree.
+
+    @property
+    def rounds_params(self) -> str:
+        """The name of the transformation, which makes up for the rounding of half params."""
+        return "kahan"
 
 
 def stochastic_rounding(
@@ -90,7 +99,6 @@ def stochastic_rounding(
         return key, lambda params, targets: jax.tree.map(rounded, params, targets)
 
     def update(grads: Any, state: StochasticRoundingState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        check_wiring_around()
         wide = _widen(_required(params, "stochastic_rounding"))
         updates, inner_state = inner.update(_widen(grads), state.inner_state, wide, **extra)
         key, rounded = rounder(state, params)
@@ -102,7 +110,7 @@ def stochastic_rounding(
         key, rounded = rounder(state, params)
         return rounded(params, targets), StochasticRoundingState(key, inner_state)
 
-    return transformation(init, update, apply, decides=False)
+    return Transformation.make(init, update, apply, decides=False)
 
 
 def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -151,7 +159,6 @@ def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationEx
         return KahanState(compensation, inner.init(_widen(params)))
 
     def update(grads: Any, state: KahanState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        check_wiring_around()
         full = _compensated(_required(params, "kahan"), state.compensation)
         updates, inner_state = inner.update(_widen(grads), state.inner_state, full, **extra)
         targets = optax.apply_updates(full, updates)
@@ -167,7 +174,7 @@ def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationEx
         reached = jax.tree.map(_nearest, params, targets)
         return reached, KahanState(_compensation(params, targets, reached), inner_state)
 
-    return transformation(init, update, apply, decides=False)
+    return Transformation.make(init, update, apply, decides=False)
 
 
 def _required(params: Any, name: str) -> Any:

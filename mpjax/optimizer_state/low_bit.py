@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpjax.loss_scale.applying import apply_gradients, as_transformation, transformation
+from mpjax.loss_scale.applying import Transformation, apply_gradients, as_transformation
 from mpjax.optimizer_state.blockwise import FLOAT8, Blockwise, decode, encode
 from mpjax.optimizer_state.half_params import KahanState
 from mpjax.optimizer_state.masters import MasterWeightsState
@@ -133,7 +133,7 @@ def low_bit_state(
     def apply(grads: Any, state: LowBitState, params: Any, **extra: Any) -> tuple[Any, Any]:
         return step(lambda loaded: apply_gradients(inner, grads, loaded, params, **extra), state)
 
-    return transformation(init, update, apply, decides=False)
+    return Transformation.make(init, update, apply, decides=False)
 
 
 def _checked_dtype(dtype: Any) -> np.dtype:

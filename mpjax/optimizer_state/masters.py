@@ -11,7 +11,6 @@ import optax
 
 from mpjax.loss_scale import applying
 from mpjax.loss_scale.applying import apply_gradients, as_transformation
-from mpjax.loss_scale.state import check_wiring_around
 from mpjax.loss_scale.usage import note_rounding
 from mpjax.optimizer_state.rounding import round_to_nearest
 from mpjax.policy import HALF_DTYPES, get_policy, is_half
@@ -23,6 +22,11 @@ class MasterWeightsState(NamedTuple):
     # Same structure as the params: float32 for a half param, `optax.MaskedNode()` for one that is its own master.
     master: Any
     inner_state: Any  # the wrapped transformation's state, initialised for the float32 tree.
+
+    @property
+    def rounds_params(self) -> str:
+        """The name of the transformation, which makes up for the rounding of half params."""
+        return "master_weights"
 
 
 def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> optax.GradientTransformationExtraArgs:
@@ -97,7 +101,6 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         return deltas, MasterWeightsState(masters, state.inner_state)
 
     def update(grads: Any, state: MasterWeightsState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        check_wiring_around()
         return finish(*advance(grads, state, params, **extra), params)
 
     def apply(grads: Any, state: MasterWeightsState, params: Any, **extra: Any) -> tuple[Any, Any]:
@@ -106,7 +109,7 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         rounded = jax.tree.map(lambda p, t: t.astype(p.dtype), params, target)
         return rounded, MasterWeightsState(_masters(params, target), inner_state)
 
-    return applying.transformation(init, update, apply, decides=False, parts=(advance, finish))
+    return applying.Transformation.make(init, update, apply, decides=False, parts=(advance, finish))
 
 
 def _widen(tree: Any) -> Any:
