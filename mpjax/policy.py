@@ -7,6 +7,7 @@ path. It is frozen and hashable, and `get_policy` parses it from its own string.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import fnmatch
 import re
 import warnings
@@ -348,10 +349,9 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
             - a `Policy` (returned unchanged) or a `jmp.Policy`;
             - jmp's grammar: `"params=float32,compute=float16,output=float32"`, short
               `"p=f32,c=bf16"` (params default to float32, compute to params, output to compute), with
-              `reduce=` or `r=` for gradients summed across devices (by default float32), or one dtype
-              for all, `"float32"`, `"bf16"`; `"half"` is bfloat16 on a TPU, else float16;
-              `"p=f32,c=bf16,override_dtypes=true"` also takes over layers with an explicit dtype; `matmul=` or `m=`
-              is float8: `"p=f32,c=bf16,m=f8,o=f32"`;
+              `reduce=` or `r=` for gradients summed across devices (by default float32);
+              the dtype `half` is bfloat16 on a TPU, else float16; `"p=f32,c=bf16,override_dtypes=true"` also takes
+              over layers with an explicit dtype; `matmul=` or `m=` is float8: `"p=f32,c=bf16,m=f8,o=f32"`;
             - Keras's names: `"mixed_float16"`, `"mixed_bfloat16"` (params and output float32);
             - `"mixed_float8"`: `"mixed_bfloat16"` with float8 matmuls (experimental);
             - Apex's levels: `"O0"` float32; `"O1"` = mixed_float16; `"O2"` half params and compute
@@ -359,7 +359,8 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
             - the result of `str(policy)`, including overrides: `"p=f32,c=f16;*/head=>float32"`.
 
     Raises:
-        ValueError: The policy is anything else. The message quotes it and lists the accepted forms.
+        ValueError: The policy is anything else. The message quotes it, and names the nearest policy or, for a string
+            in jmp's grammar, what is wrong in it.
 
     Example:
         >>> import mpjax
@@ -381,7 +382,7 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     for part in rest:
         pattern, arrow, name = part.partition(_OVERRIDE_ARROW)
         if not arrow:
-            raise _unknown_policy(policy, f"{part!r} is not of the form pattern{_OVERRIDE_ARROW}policy")
+            raise _bad_string(policy, f"{part!r} is not of the form pattern{_OVERRIDE_ARROW}policy")
         overrides.append((_unquoted(pattern.strip()), get_policy(name.strip())))
     parsed = NAMED_POLICIES.get(own.strip()) or _parse_dtypes(own, policy)
     # The string's own overrides come first: they are more specific than those of a named level.
@@ -389,9 +390,13 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
 
 
 def _parse_dtypes(text: str, policy: str) -> Policy:
-    """Parses jmp's grammar: `key=dtype` pairs, or one dtype for everything."""
+    """Parses jmp's grammar, `key=dtype` pairs, or one dtype. A half dtype alone is that of a mixed policy."""
     if "=" not in text:
-        return _uniform(_parse_dtype(text.strip(), policy))
+        name = text.strip()
+        if name != "half" and name not in _DTYPE_NAMES:
+            raise _unknown_policy(name)
+        dtype = _parse_dtype(name, policy)
+        return NAMED_POLICIES.get(f"mixed_{dtype}") or _uniform(dtype)
     given: dict[str, str] = {}
     override_dtypes: bool | None = None
     for part in text.split(","):
@@ -401,9 +406,9 @@ def _parse_dtypes(text: str, policy: str) -> Policy:
             continue
         key = _KEYS.get(key, key)
         if key not in _KEYS.values():
-            raise _unknown_policy(policy, f"unknown key {key!r}")
+            raise _bad_string(policy, f"unknown key {key!r}")
         if key in given:
-            raise _unknown_policy(policy, f"{key!r} is given twice")
+            raise _bad_string(policy, f"{key!r} is given twice")
         is_float8 = key == "matmul" and _is_float8_name(value)
         given[key] = "float8" if is_float8 else _parse_dtype(value, policy)
     params = given.get("params", "float32")
@@ -421,17 +426,43 @@ def _parse_dtype(name: str, policy: str) -> str:
     if name == "half":
         return np.dtype(jmp.half_dtype()).name
     if name not in _DTYPE_NAMES:
-        raise _unknown_policy(policy, f"unknown dtype {name!r}")
+        raise _bad_string(policy, f"unknown dtype {name!r}, give one of {', '.join(_DTYPE_NAMES)}, half")
     return _DTYPE_NAMES[name]
 
 
-def _unknown_policy(policy: Any, why: str = "") -> ValueError:
+def _bad_string(policy: str, why: str) -> ValueError:
     return ValueError(
-        f"get_policy({policy!r}): {why or 'not a policy'}. Accepted: an mpjax or jmp Policy; "
-        f"{', '.join(NAMED_POLICIES)}; one dtype of {', '.join(_DTYPE_NAMES)}, half; or "
-        "'params=DTYPE,compute=DTYPE,matmul=float8,output=DTYPE,reduce=DTYPE' (short 'p=,c=,m=,o=,r='), which "
-        "',override_dtypes=true' and ';PATTERN=>POLICY' may follow."
+        f"get_policy({policy!r}): {why}. The grammar: 'params=DTYPE,compute=DTYPE,matmul=float8,output=DTYPE,"
+        "reduce=DTYPE' (short 'p=,c=,m=,o=,r='), or a name such as 'mixed_float16', which ',override_dtypes=true' and "
+        "';PATTERN=>POLICY' may follow."
     )
+
+
+def _unknown_policy(policy: Any) -> ValueError:
+    near = _nearest(policy if isinstance(policy, str) else getattr(policy, "__name__", str(policy)))
+    hint = f"did you mean {near!r}? The names are" if near else "give an mpjax or jmp Policy, or one of"
+    return ValueError(f"get_policy({policy!r}): not a policy; {hint} {', '.join((*NAMED_POLICIES, 'float32'))}.")
+
+
+# A dtype in any library's spelling: fp16, bf16-mixed, torch.float16, e4m3fn.
+_SPELLINGS = (
+    (r"u?int", None),
+    (r"b(f|float|fp)_?16", "mixed_bfloat16"),
+    (r"(?<!\d)16(?!\d)", "mixed_float16"),
+    (r"(?<!\d)8(?!\d)|e\dm\d", "mixed_float8"),
+    (r"64|double", "float64"),
+    (r"32|single|full", "float32"),
+)
+
+
+def _nearest(name: str) -> str | None:
+    """The policy that a name most likely stands for; None if it is like none."""
+    for pattern, policy in _SPELLINGS:
+        if re.search(pattern, name, re.IGNORECASE):
+            return policy
+    names = {known.lower(): known for known in (*NAMED_POLICIES, "float32", "half")}
+    found = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+    return names[found[0]] if found else None
 
 
 _MIXED_FLOAT16 = Policy("float32", "float16", "float32")

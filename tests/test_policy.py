@@ -51,7 +51,7 @@ def test_spellings_of_a_dtype_make_equal_policies(half):
 
 
 def test_grammar_follows_jmp():
-    for text in ("p=f32,c=bf16", "c=f16", "params=full,compute=half,output=f32", "bf16", "o=f32", "p=f16"):
+    for text in ("p=f32,c=bf16", "c=f16", "params=full,compute=half,output=f32", "f32", "o=f32", "p=f16"):
         theirs, ours = jmp.get_policy(text), mpjax.get_policy(text)
         for field in ("param_dtype", "compute_dtype", "output_dtype"):
             assert np.dtype(getattr(theirs, field)) == getattr(ours, field), (text, field)
@@ -77,13 +77,57 @@ def test_is_a_jmp_policy_and_reads_one():
     assert mpjax.get_policy(jmp.get_policy("p=f32,c=bf16,o=f32")) == policy
 
 
-@pytest.mark.parametrize(
-    "bad", ["flaot16", "p=f32,x=f16", "p=int8", "p=f32,p=f16", "", "O4", "c=", 16, None, jnp.float16]
-)
-def test_unknown_policy_is_quoted_with_what_is_accepted(bad):
-    with pytest.raises(ValueError, match="mixed_float16") as error:
+@pytest.mark.parametrize("name", ["float16", "f16", "half", "bfloat16", "bf16"])
+def test_a_half_dtype_alone_is_the_mixed_policy(name):
+    half = jmp.half_dtype() if name == "half" else jnp.bfloat16 if name.startswith("b") else jnp.float16
+    assert mpjax.get_policy(name) == mpjax.Policy("float32", half, "float32")
+    x = jnp.full((4, 256), 16.0)
+    loss = mpjax.autocast(lambda x, w: jnp.mean((x @ w) ** 2), name)(x, jnp.ones((256, 4)))
+    assert loss == 4096.0**2  # squared in float32: float16 ends at 65504
+
+
+@pytest.mark.parametrize("bad", ["p=f32,x=f16", "p=int8", "p=f32,p=f16", "c=", "mixed_float16;head", "p=f32;c=f16"])
+def test_an_error_in_the_grammar_is_quoted_with_the_grammar(bad):
+    with pytest.raises(ValueError, match="params=DTYPE,compute=DTYPE") as error:
         mpjax.get_policy(bad)
     assert repr(bad) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("bad", "nearest"),
+    [
+        ("fp16", "mixed_float16"),
+        ("16-mixed", "mixed_float16"),
+        (jnp.float16, "mixed_float16"),
+        (np.dtype("float16"), "mixed_float16"),
+        (16, "mixed_float16"),
+        ("mixed_flaot16", "mixed_float16"),
+        ("bf16-mixed", "mixed_bfloat16"),
+        ("torch.bfloat16", "mixed_bfloat16"),
+        (jnp.bfloat16, "mixed_bfloat16"),
+        ("fp8", "mixed_float8"),
+        (jnp.float8_e4m3fn, "mixed_float8"),
+        ("fp32", "float32"),
+        (float, "float32"),
+        ("double", "float64"),
+        ("o1", "O1"),
+        ("O4", "O3"),
+        ("Half", "half"),
+    ],
+)
+def test_an_unknown_policy_is_quoted_with_the_nearest_name(bad, nearest):
+    with pytest.raises(ValueError, match=f"did you mean '{nearest}'") as error:
+        mpjax.get_policy(bad)
+    assert repr(bad) in str(error.value)
+    assert "DTYPE" not in str(error.value)
+
+
+@pytest.mark.parametrize("bad", ["", "amp", "nonsense", "int8", jnp.int32, None, True])
+def test_a_policy_like_no_other_is_quoted_with_the_names(bad):
+    with pytest.raises(ValueError, match="mixed_float16, mixed_bfloat16") as error:
+        mpjax.get_policy(bad)
+    assert repr(bad) in str(error.value)
+    assert "did you mean" not in str(error.value)
 
 
 @pytest.mark.parametrize("bad", ["int8", jnp.int32, None, jnp.float8_e4m3fn, complex, 16, "flaot16"])
@@ -173,7 +217,7 @@ def test_cast_goes_through_flax_boxes_and_nnx_state():
 
 def test_override_covers_nested_paths_and_the_first_match_wins():
     policy = mpjax.Policy(
-        "float16", "float16", "float16", [("*/head", "float32"), ("*/head/bias", "bfloat16"), ("*Norm_*", "bfloat16")]
+        "float16", "float16", "float16", [("*/head", "float32"), ("*/head/bias", "p=bf16"), ("*Norm_*", "p=bf16")]
     )
     tree = {"params": {"head": {"bias": jnp.ones(1)}, "BatchNorm_0": {"scale": jnp.ones(1)}, "Dense_0": jnp.ones(1)}}
     out = policy.cast_to_param(tree)["params"]
