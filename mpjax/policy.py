@@ -19,12 +19,13 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 
+from mpjax.program.formats import HALF_DTYPES, SCALED, Format, format_of
+
 T = TypeVar("T")
 
 # The real floating dtypes that a cast may change. float8 and int4 arrays are left alone: they
 # are storage formats whose scale is stored elsewhere, so a plain cast would change their meaning.
 CASTABLE_DTYPES = frozenset(np.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
-HALF_DTYPES = frozenset({np.dtype(jnp.float16), np.dtype(jnp.bfloat16)})
 
 _DTYPE_NAMES = {
     "bf16": "bfloat16",
@@ -37,8 +38,8 @@ _DTYPE_NAMES = {
     "float32": "float32",
     "float64": "float64",
 }
-_FLOAT8 = np.dtype(jnp.float8_e4m3fn)
-_FLOAT8_NAMES = ("float8", "f8", "float8_e4m3fn")
+# The formats of matmuls by the names that a policy accepts.
+_MATMUL_FORMATS = {name: format for format in SCALED.values() for name in format.names}
 _KEYS = {"p": "params", "c": "compute", "m": "matmul", "o": "output", "r": "reduce"}
 _FLAGS = {"true": True, "false": False}
 # Separators of the overrides in a policy's string. A pattern can't contain them.
@@ -126,27 +127,33 @@ def _normalise_dtype(field: str, value: Any) -> np.dtype:
     return dtype
 
 
-def _is_float8_name(value: Any) -> bool:
-    """Whether a value is a name of the float8 matmul dtype."""
-    return isinstance(value, str) and value in _FLOAT8_NAMES
+def _matmul_format(value: Any) -> Format | None:
+    """The format of matmuls that a name or a dtype means; None if it means none."""
+    if isinstance(value, str):
+        return _MATMUL_FORMATS.get(value)
+    try:
+        found = format_of(jnp.dtype(value))
+    except TypeError:
+        return None
+    return found if found is not None and found.is_scaled else None
 
 
 def _normalise_matmul_dtype(value: Any, compute_dtype: np.dtype) -> np.dtype | None:
-    """float8, or None where matmuls run in the compute dtype."""
-    try:
-        dtype = None if value is None else np.dtype(jnp.dtype(_FLOAT8 if _is_float8_name(value) else value))
-    except TypeError:
-        dtype = np.dtype(object)
-    if dtype not in (None, _FLOAT8):
+    """The dtype of a format of matmuls, or None where matmuls run in the compute dtype."""
+    if value is None:
+        return None
+    found = _matmul_format(value)
+    if found is None:
+        choices = " or ".join(f"{name!r} ({each.dtype.name.partition('_')[2]})" for name, each in SCALED.items())
         raise ValueError(
-            f"Policy(matmul_dtype={value!r}): give 'float8' (e4m3), or None to run matmuls in the compute dtype."
+            f"Policy(matmul_dtype={value!r}): give {choices}, or None to run matmuls in the compute dtype."
         )
-    if dtype is not None and compute_dtype != jnp.bfloat16:
+    if compute_dtype != found.compute:
         raise ValueError(
-            f"Policy(matmul_dtype='float8', compute_dtype={str(compute_dtype)!r}): float8 matmuls need "
-            "compute_dtype='bfloat16', which has the range of their results."
+            f"Policy(matmul_dtype={found.name!r}, compute_dtype={str(compute_dtype)!r}): {found.name} matmuls need "
+            f"compute_dtype={found.compute!r}, which has the range of their results."
         )
-    return dtype
+    return found.dtype
 
 
 def _default_reduce_dtype(param_dtype: Any) -> np.dtype:
@@ -304,7 +311,8 @@ class Policy(jmp.Policy):
         return out
 
     def __str__(self) -> str:
-        matmul = "" if self.matmul_dtype is None else ",matmul=float8"
+        format = format_of(self.matmul_dtype)
+        matmul = "" if format is None else f",matmul={format.name}"
         own = f"params={self.param_dtype},compute={self.compute_dtype}{matmul},output={self.output_dtype}"
         if self.reduce_dtype != _default_reduce_dtype(self.param_dtype):
             own += f",reduce={self.reduce_dtype}"
@@ -409,8 +417,8 @@ def _parse_dtypes(text: str, policy: str) -> Policy:
             raise _bad_string(policy, f"unknown key {key!r}")
         if key in given:
             raise _bad_string(policy, f"{key!r} is given twice")
-        is_float8 = key == "matmul" and _is_float8_name(value)
-        given[key] = "float8" if is_float8 else _parse_dtype(value, policy)
+        format = _matmul_format(value) if key == "matmul" else None
+        given[key] = _parse_dtype(value, policy) if format is None else format.name
     params = given.get("params", "float32")
     compute = given.get("compute", params)
     own = (params, compute, given.get("output", compute))
@@ -432,9 +440,9 @@ def _parse_dtype(name: str, policy: str) -> str:
 
 def _bad_string(policy: str, why: str) -> ValueError:
     return ValueError(
-        f"get_policy({policy!r}): {why}. The grammar: 'params=DTYPE,compute=DTYPE,matmul=float8,output=DTYPE,"
-        "reduce=DTYPE' (short 'p=,c=,m=,o=,r='), or a name such as 'mixed_float16', which ',override_dtypes=true' and "
-        "';PATTERN=>POLICY' may follow."
+        f"get_policy({policy!r}): {why}. The grammar: 'params=DTYPE,compute=DTYPE,matmul={'|'.join(SCALED)},"
+        "output=DTYPE,reduce=DTYPE' (short 'p=,c=,m=,o=,r='), or a name such as 'mixed_float16', which "
+        "',override_dtypes=true' and ';PATTERN=>POLICY' may follow."
     )
 
 
@@ -472,7 +480,7 @@ _MIXED_FLOAT16 = Policy("float32", "float16", "float32")
 NAMED_POLICIES = {
     "mixed_float16": _MIXED_FLOAT16,
     "mixed_bfloat16": Policy("float32", "bfloat16", "float32"),
-    "mixed_float8": Policy("float32", "bfloat16", "float32", matmul_dtype="float8"),
+    **{f"mixed_{x.name}": Policy("float32", x.compute, "float32", matmul_dtype=x.name) for x in SCALED.values()},
     "O0": _uniform("float32"),
     "O1": _MIXED_FLOAT16,
     "O2": Policy(

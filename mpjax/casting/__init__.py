@@ -2,10 +2,10 @@
 
 from mpjax.casting.autocast import autocast as autocast
 from mpjax.casting.checks import AutocastWarning as AutocastWarning
-from mpjax.casting.formats import Float8 as Float8
 from mpjax.casting.regions import autocast_disabled as autocast_disabled
 from mpjax.casting.regions import float_function as float_function
 from mpjax.casting.regions import half_function as half_function
 from mpjax.casting.regions import promote_function as promote_function
 from mpjax.casting.rules import Rules as Rules
 from mpjax.casting.rules import UnusedRuleWarning as UnusedRuleWarning
+from mpjax.casting.scaled import Float8 as Float8

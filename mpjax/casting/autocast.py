@@ -129,7 +129,7 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
         # NNX modules have named scopes.
         plan = plan_program(program, setting, with_owners=call is fun and setting.reads_scopes)
         checks.check_inputs(program, policy)
-        checks.check_backend(setting)
+        checks.check_device(setting)
         checks.check_plan(plan)
         # An outer autocast leaves this plan's decisions alone.
         with jax.named_scope(MARK + Region.PLANNED) if contexts.planning.value else contextlib.nullcontext():

@@ -19,6 +19,7 @@ from mpjax.casting.rules import UnusedRuleWarning
 from mpjax.casting.setting import Setting
 from mpjax.policy import HALF_DTYPES, Policy
 from mpjax.program import compat
+from mpjax.program.formats import format_of
 
 
 class AutocastWarning(UserWarning):
@@ -80,44 +81,14 @@ def _argument(name: str) -> str:
     return ("args" + name[3:]) if name.startswith("[0]") else ("kwargs" + name[3:])
 
 
-def check_backend(setting: Setting) -> None:
-    """Warns if the default backend has no fast units for the half dtype."""
-    device = jax.devices()[0]
-    if compat.platform() == "tpu" and setting.half == np.float16:
-        _warn(
-            "autocast: float16 is no faster than bfloat16 on a TPU, takes as much memory, and needs loss scaling; use "
-            "policy='mixed_bfloat16'."
-        )
-    if setting.float8 is not None:
-        check_float8_device(device)
-    capability = getattr(device, "compute_capability", None)
-    if device.platform in ("gpu", "cuda") and capability and setting.half == jnp.bfloat16:
-        try:
-            old = float(capability) < 8.0
-        except ValueError:
-            return
-        if old:
-            _warn(
-                f"autocast: {device.device_kind} (compute capability {capability}) has no bfloat16 Tensor Cores; "
-                "use policy='mixed_float16' with mpjax.dynamic_loss_scale."
-            )
-
-
-# AMD's architectures with units for float8_e4m3fn: MI350 and RDNA 4, but not MI300, whose float8 dtypes are others.
-# Source: XLA's `RocmComputeCapability::has_ocp_fp8_support`.
-_AMD_FLOAT8 = ("gfx950", "gfx12")
-
-
-def check_float8_device(device: Any) -> None:
-    """Warns if the device has no float8 units, so that XLA widens the operands of the same matmuls."""
-    capability = str(getattr(device, "compute_capability", ""))
-    nvidia = capability.replace(".", "", 1).isdigit() and float(capability) >= 8.9
-    if not (device.platform in ("gpu", "cuda", "rocm") and (nvidia or capability.startswith(_AMD_FLOAT8))):
-        shown = f"{device.device_kind} (compute capability {capability})" if capability else device.device_kind
-        _warn(
-            f"autocast: {shown} is not known to have float8 matmul units. XLA widens the operands of "
-            "float8 matmuls there, which is slow: use policy='mixed_bfloat16' for speed."
-        )
+def check_device(setting: Setting) -> None:
+    """Warns if the first device has no fast units for the formats of a plan."""
+    formats = [format_of(setting.half)]
+    if setting.scaled is not None:
+        formats += [setting.scaled.format, *(format for _, format in setting.scaled.entries)]
+    for format in dict.fromkeys(formats):
+        if format is not None and (why := format.slow_on(jax.devices()[0])):
+            _warn(f"autocast: {why}")
 
 
 def check_plan(plan: Plan) -> None:
@@ -148,9 +119,9 @@ def check_plan(plan: Plan) -> None:
             "mpjax.float_function around the loop says that this is intended; Rules(infer=['while']) casts it like the "
             "rest of the program."
         )
-    float8 = setting.float8.entries if setting.float8 else ()
+    scaled = setting.scaled.entries if setting.scaled else ()
     patterns: list[tuple[Any, str]] = [
-        (entry, f"the float8 pattern {entry!r} (of Float8 or of an override of the policy)") for entry, _ in float8
+        (entry, f"the float8 pattern {entry!r} (of Float8 or of an override of the policy)") for entry, _ in scaled
     ]
     for entry, op in setting.rules.entries:
         name = entry if isinstance(entry, str) else getattr(entry, "__name__", repr(entry))

@@ -134,8 +134,8 @@ def _row(planned: _Planned) -> Row:
     listed, why = step.listing.op.value, step.why or step.listing.op.value
     if _kept(step) and site.name not in MATMULS:
         listed, why = "kept", "no operand is float32"
-    if step.float8 is not None and step.float8.dtypes:
-        dtypes_in = tuple(dtype.name for dtype in step.float8.dtypes)
+    if step.scaled is not None and step.scaled.dtypes:
+        dtypes_in = tuple(dtype.name for dtype in step.scaled.dtypes)
     return Row(
         site.path, site.source, site.name, 0, 0, (planned.half,) if step.broadcast else dtypes_in, dtypes_out, listed,
         why, planned.recomputed, bool(planned.rule), planned.phase,

@@ -15,7 +15,6 @@ from typing import Any
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.attention.prepare import prepared
 from mpjax.casting.classify import OPAQUE, UNTIL_TOLERANCE, Listing
-from mpjax.casting.formats import Decision, decide
 from mpjax.casting.lattice import (
     FULL,
     HALF,
@@ -32,6 +31,7 @@ from mpjax.casting.lattice import (
 )
 from mpjax.casting.plan import NOTHING, Action, MatmulCounts, Plan, Step, is_left_alone
 from mpjax.casting.remat import with_regions
+from mpjax.casting.scaled import Decision, decide
 from mpjax.casting.setting import AS_TRACED, IN_HALF, Region, Setting, tracked
 from mpjax.casting.uses import RESULT, Use, is_needed, uses
 from mpjax.kernels.selection import selects
@@ -219,34 +219,34 @@ class Inference:
         return Step(eqn, Action.BIND, reads, outs, why, listing)
 
     def in_half(self, eqn: Any, listing: Listing, level: Level, why: str) -> Step:
-        """A step that computes in half, or in float8 from parameters in float32 and activations in half."""
-        float8, smaller, parameters = self._float8(eqn), _smaller_operands(eqn), self._parameters(eqn)
-        is_float8 = float8 is not None and bool(float8.dtypes)
-        if float8 is not None:
-            why = f"{why}: float8" if is_float8 else f"{why}; not float8: {float8.why}"
-        wide = parameters if is_float8 else smaller
+        """A step that computes in half, or with scales from parameters in float32 and activations in half."""
+        scaled, smaller, parameters = self._scaled(eqn), _smaller_operands(eqn), self._parameters(eqn)
+        is_scaled = scaled is not None and bool(scaled.dtypes)
+        if scaled is not None:
+            why = f"{why}{scaled}"
+        wide = parameters if is_scaled else smaller
         reads = tuple(self.read(v, FULL if i in wide else HALF) for i, v in enumerate(eqn.invars))
         if eqn.primitive.name == "mul":
             for i in smaller:
                 self.read(eqn.invars[i], HALF)
-        for i in () if is_float8 else parameters:
+        for i in () if is_scaled else parameters:
             self.read(eqn.invars[i], FULL)
         outs = tuple(Inferred(level, HALF) if tracked(v) else None for v in eqn.outvars)
         self.unchanged = False
         return Step(
             eqn, Action.BIND, reads, outs, why, listing, half=True,
-            broadcast=smaller, parameters=parameters, wide_gradients=self._wide_gradients(eqn), float8=float8,
+            broadcast=smaller, parameters=parameters, wide_gradients=self._wide_gradients(eqn), scaled=scaled,
         )  # fmt: skip
 
-    def _float8(self, eqn: Any) -> Decision | None:
-        """Whether a matmul runs in float8; None if it is no matmul, or the policy has none."""
+    def _scaled(self, eqn: Any) -> Decision | None:
+        """Whether a matmul runs in a format with scales; None if it is no matmul, or the policy has none."""
         setting = self.setting
-        if setting.float8 is None or eqn.primitive.name not in MATMULS or eqn.primitive is ATTENTION:
+        if setting.scaled is None or eqn.primitive.name not in MATMULS or eqn.primitive is ATTENTION:
             return None
         values = map(self.value, eqn.invars[:2])
         parameters = [None if value is None else castable(value) for value in values]
-        paths = paths_of(eqn, join(setting.path, module_of(eqn)), setting.owners) if setting.float8.entries else ()
-        return decide(eqn, parameters, bool(self.used(eqn) & Use.ANY_HALF), setting.float8, paths)
+        paths = paths_of(eqn, join(setting.path, module_of(eqn)), setting.owners) if setting.scaled.entries else ()
+        return decide(eqn, parameters, bool(self.used(eqn) & Use.ANY_HALF), setting.scaled, paths)
 
     def _parameters(self, eqn: Any) -> tuple[int, ...]:
         """The indices of a matmul's float32 operands that are parameters, or computed only from parameters."""
@@ -282,8 +282,8 @@ def _counts_of(step: Step) -> MatmulCounts:
     if not is_matmul and not left_alone and not hides and step.inner is None and step.listing.entry is None:
         return NOTHING
     entries = frozenset(() if step.listing.entry is None else (step.listing.entry,))
-    if step.float8 is not None and step.float8.entry is not None:
-        entries |= {step.float8.entry}
+    if step.scaled is not None and step.scaled.entry is not None:
+        entries |= {step.scaled.entry}
     counts = MatmulCounts(left=int(hides), entries=entries)
     if left_alone:
         counts += MatmulCounts(

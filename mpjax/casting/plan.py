@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpjax.casting.classify import Listing
-from mpjax.casting.formats import Decision
 from mpjax.casting.lattice import Inferred, Storage
+from mpjax.casting.scaled import Decision
 from mpjax.casting.setting import Setting
 from mpjax.program.graph import sub_jaxprs
 from mpjax.program.primitives import Op
@@ -44,7 +44,7 @@ class Step:
             so that no half copy is stored.
         wide_gradients: Whether the matmul writes their gradients in float32.
         half_move: Whether a value is moved (sent or looked up) in half, and its gradient moved back in float32.
-        float8: Whether a matmul runs in float8, and why not.
+        scaled: Whether a matmul runs in a format with scales, and why not; None for any other operation.
         inner: For a higher-order primitive, the data that its rule needs to issue it again; it has `plans`.
         all_reads: The values that it reads, each with its storage dtype.
         closures: The values of this program that its derivative rules close over; further operands.
@@ -61,10 +61,15 @@ class Step:
     parameters: tuple[int, ...] = ()
     wide_gradients: bool = True
     half_move: bool = False
-    float8: Decision | None = None
+    scaled: Decision | None = None
     inner: Any = None
     all_reads: tuple[tuple[Any, Storage], ...] = ()
     closures: Sequence[Any] = ()
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether it is a matmul in a format with scales."""
+        return self.scaled is not None and bool(self.scaled.dtypes)
 
     @property
     def invars(self) -> Sequence[Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from mpjax.casting.formats import Float8, Float8Setting
 from mpjax.casting.higher_order import HIGHER_ORDER
 from mpjax.casting.rules import Rules, is_pattern
+from mpjax.casting.scaled import Float8, ScaledSetting
 from mpjax.casting.setting import Setting
 from mpjax.policy import HALF_DTYPES, NORM_PATTERNS, Policy, get_policy
 from mpjax.program import contexts
+from mpjax.program.formats import format_of
 
 
 def is_enabled() -> bool:
@@ -30,21 +31,22 @@ def setting_of(policy: Policy, rules: Rules | None) -> Setting | None:
         rules = Rules(level="half") if policy == get_policy("O3") else Rules()
     if policy.reduce_dtype == policy.compute_dtype:  # A sum across devices has the dtype of its operand.
         rules = dataclasses.replace(rules, weight_gradients="half")
-    float8 = _float8_setting(rules, policy)
+    scaled = _scaled_setting(rules, policy)
     if contexts.attention_trial.value is not None:
         rules = dataclasses.replace(rules, attention=contexts.attention_trial.value.attention)
     rules = _with_overrides(rules, policy).with_environment()
     recompute, plans_rules = rules.residuals != "full", bool(rules.entries)
     return Setting(
-        policy.compute_dtype, rules, HIGHER_ORDER, recompute=recompute, plans_rules=plans_rules, float8=float8
+        policy.compute_dtype, rules, HIGHER_ORDER, recompute=recompute, plans_rules=plans_rules, scaled=scaled
     )
 
 
-def _float8_setting(rules: Rules, policy: Policy) -> Float8Setting | None:
-    """The options and patterns of float8 matmuls; None if neither the policy nor an override has any."""
-    everywhere = policy.matmul_dtype is not None
-    overrides = [(_pattern(pattern), other) for pattern, other in policy.overrides if pattern not in NORM_PATTERNS]
-    if not everywhere and all(other.matmul_dtype is None for _, other in overrides):
+def _scaled_setting(rules: Rules, policy: Policy) -> ScaledSetting | None:
+    """The options and patterns of matmuls with scales; None if neither the policy nor an override has any."""
+    own = format_of(policy.matmul_dtype)
+    others = [(pattern, format_of(x.matmul_dtype)) for pattern, x in policy.overrides if pattern not in NORM_PATTERNS]
+    first = next((format for format in (own, *(format for _, format in others)) if format is not None), None)
+    if first is None:
         if rules.float8 is not None:
             raise ValueError(
                 f"Rules(float8={rules.float8!r}): the policy {str(policy)!r} has no float8 matmuls; use "
@@ -52,9 +54,8 @@ def _float8_setting(rules: Rules, policy: Policy) -> Float8Setting | None:
             )
         return None
     options = rules.float8 or Float8()
-    entries = [(pattern, True) for pattern in options.allow] + [(pattern, False) for pattern in options.deny]
-    entries += [(pattern, other.matmul_dtype is not None) for pattern, other in overrides]
-    return Float8Setting(options, tuple((_pattern(pattern), on) for pattern, on in entries), everywhere)
+    entries = [*dict.fromkeys(options.allow, first).items(), *dict.fromkeys(options.deny).items(), *others]
+    return ScaledSetting(options, own, tuple((_pattern(pattern), format) for pattern, format in entries))
 
 
 def _pattern(pattern: str) -> str:

@@ -18,28 +18,29 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax.casting.attention.kernel import ATTENTION
-from mpjax.casting.formats import COTANGENTS
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, storage_of
 from mpjax.casting.plan import Action, Plan, Step
 from mpjax.casting.remat import RematRegion
 from mpjax.casting.setting import FLOAT32, tracked
-from mpjax.kernels import scaled_matmul, staging, weight_gradients
+from mpjax.kernels import staging, weight_gradients
+from mpjax.kernels.scaled_matmul import SCALINGS, Operand
 from mpjax.kernels.selection import select, selects
 from mpjax.kernels.unfused import unfused
 from mpjax.program import compat
 from mpjax.program.evaluator import evaluate
+from mpjax.program.formats import Format
 from mpjax.program.primitives import MATMULS, Op, primitive
 
 
 class MixedValue:
-    """A float32 value of the traced program: the array in float32, half and float8, each computed when first read."""
+    """A float32 value of the traced program: the array in each of its precisions, computed when first read."""
 
-    __slots__ = ("_arrays", "_float8", "half", "in_loop")
+    __slots__ = ("_arrays", "_scaled", "half", "in_loop")
 
     def __init__(self, half: np.dtype, full: Any = None, low: Any = None, in_loop: bool = False):
         self.half, self.in_loop = half, in_loop
         self._arrays = [full, low]
-        self._float8: dict[Any, scaled_matmul.Operand] = {}
+        self._scaled: dict[Any, Operand] = {}
 
     def __getitem__(self, storage: Storage) -> Any:
         array = self._arrays[storage]
@@ -53,16 +54,16 @@ class MixedValue:
         """Whether the array of a storage dtype is computed."""
         return self._arrays[storage] is not None
 
-    def quantised(self, storage: Storage, dtype: np.dtype, axes: tuple[str, ...]) -> scaled_matmul.Operand:
-        """The array of a storage dtype as an operand of float8 matmuls. All of its readers share one copy."""
-        key = storage, dtype
-        if key not in self._float8:
-            self._float8[key] = scaled_matmul.quantised(self[storage], dtype, axes)
-        return self._float8[key]
+    def quantised(self, storage: Storage, format: Format, dtype: np.dtype, axes: tuple[str, ...]) -> Operand:
+        """The array of a storage dtype as an operand of scaled matmuls. All of its readers share one copy."""
+        key = storage, format, dtype
+        if key not in self._scaled:
+            self._scaled[key] = SCALINGS[format.scaling].quantise(self[storage], dtype, axes)
+        return self._scaled[key]
 
-    def share(self, storage: Storage, operand: scaled_matmul.Operand) -> None:
+    def share(self, storage: Storage, format: Format, operand: Operand) -> None:
         """Sets the quantised copy of the array of a storage dtype."""
-        self._float8[storage, operand.q.dtype] = operand
+        self._scaled[storage, format, operand.q.dtype] = operand
 
     def add(self, storage: Storage, array: Any) -> None:
         """Sets the array of a storage dtype."""
@@ -237,8 +238,8 @@ def _bind(step: Step, operands: Sequence[Any], half: np.dtype) -> Sequence[Any]:
         low, full = weight_gradients.half_move(eqn.primitive, params, args, half)
         (out,) = step.outs
         return [MixedValue(half, full if out is not None and out.storage == FULL else None, low)]
-    if step.float8 is not None and step.float8.dtypes:
-        return [MixedValue(half, low=_in_float8(step, operands, params))]
+    if step.is_scaled:
+        return [MixedValue(half, low=_scaled_matmul(step, operands, params))]
     if step.broadcast:
         shape = eqn.outvars[0].aval.shape
         if eqn.primitive.name == "mul" and len(step.broadcast) == 1:
@@ -275,17 +276,17 @@ def _selects_activations(step: Step, args: Sequence[Any]) -> bool:
     return compat.platform() == "tpu" and selects(args[1], step.eqn.params)
 
 
-def _in_float8(step: Step, operands: Sequence[MixedValue], params: dict[str, Any]) -> Any:
-    """The result of a float8 matmul."""
-    assert step.float8 is not None
-    _, _, _, backward, options = step.float8
-    read = zip(operands, step.reads, step.float8.dtypes, strict=True)
-    return scaled_matmul.matmul(
+def _scaled_matmul(step: Step, operands: Sequence[MixedValue], params: dict[str, Any]) -> Any:
+    """The result of a matmul in a format with scales."""
+    assert step.scaled is not None
+    format, dtypes, _, _, backward, options = step.scaled
+    read = zip(operands, step.reads, dtypes, strict=True)
+    return SCALINGS[format.scaling].matmul(
         params,
-        [value.quantised(storage, dtype, options.axes) for value, storage, dtype in read],
+        [value.quantised(storage, format, dtype, options.axes) for value, storage, dtype in read],
         operands[0].half,
         parameters=[i in step.parameters for i in (0, 1)],
-        cotangents=COTANGENTS[options.cotangents],
+        cotangents=format.cotangents[options.cotangents],
         half_gradients=options.weight_gradients == "half",
         axes=options.axes,
         backward=backward,

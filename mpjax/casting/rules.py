@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from mpjax.casting.formats import Float8, check_choices
+from mpjax.casting.scaled import Float8, check_choices
 from mpjax.policy import path_matches
 from mpjax.program import compat
 from mpjax.program.primitives import TABLE, Op

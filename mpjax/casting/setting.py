@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.casting.formats import Float8Setting
 from mpjax.casting.rules import Rules
+from mpjax.casting.scaled import ScaledSetting
 from mpjax.program import compat
 from mpjax.program.graph import NOBODY, Owners
 from mpjax.program.source import join, module_of
@@ -64,7 +64,7 @@ class Setting:
             match inside; otherwise when JAX differentiates the program, if they can wait.
         path: The module path. Set only if a rule reads it, so that plans are otherwise shared between paths.
         owners: The module paths of equations whose scopes don't name an instance.
-        float8: The options of float8 matmuls; None if there are none.
+        scaled: The options of matmuls in formats with scales; None if there are none.
     """
 
     half: np.dtype
@@ -79,7 +79,7 @@ class Setting:
     plans_rules: bool = False
     path: str = ""
     owners: Owners = NOBODY
-    float8: Float8Setting | None = None
+    scaled: ScaledSetting | None = None
 
     def __hash__(self) -> int:
         return self._hash
@@ -92,7 +92,7 @@ class Setting:
     @property
     def reads_scopes(self) -> bool:
         """Whether a rule matches module paths."""
-        return self.rules.reads_scopes or bool(self.float8 and self.float8.entries)
+        return self.rules.reads_scopes or bool(self.scaled and self.scaled.entries)
 
     @functools.cached_property
     def plain(self) -> bool:

@@ -10,6 +10,7 @@ from mpjax.casting.autocast import planned_call
 from mpjax.casting.explain import Row, rows_of, unseen_of
 from mpjax.casting.plan import Plan
 from mpjax.inspection.reports import Report, Section, short_dtypes, totals
+from mpjax.program.formats import NAMES
 from mpjax.program.source import FORWARD
 
 _SHOWN = 60
@@ -56,9 +57,9 @@ class Explanation(Report):
 
     @property
     def half_share(self) -> float:
-        """The fraction of `flops` that runs in half or float8; 0 if there are none."""
+        """The fraction of `flops` that runs in half or less; 0 if there are none."""
         flops = self.flops
-        half = (n for dtype, n in flops.items() if dtype.startswith(("float16", "bfloat16", "float8")))
+        half = (n for dtypes, n in flops.items() if dtypes.startswith(NAMES))
         return sum(half) / sum(flops.values()) if flops else 0.0
 
     @property

@@ -32,7 +32,7 @@ torchao.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,8 +45,8 @@ from jax.interpreters import ad, batching, mlir
 
 from mpjax.kernels import weight_gradients
 from mpjax.program import compat
+from mpjax.program.formats import E4M3, E5M2
 
-E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 # The least normal float32. A smaller scale would be flushed to zero.
 _LEAST = 2.0**-126
 
@@ -55,6 +55,10 @@ quantise = Primitive("float8_quantise")
 rescale = Primitive("float8_rescale")
 result = Primitive("float8_result")
 tangent = Primitive("float8_tangent")
+# Without rounding, a copy is the array over its scale (see `program.interpreter.bind_wide`).
+vars(scale_of)["in_float32"] = scale_of.bind
+vars(quantise)["in_float32"] = lambda x, scale, dtype: lax.convert_element_type(x, np.float32) / scale
+vars(rescale)["in_float32"] = lambda out, scale: out * scale
 
 
 class Operand(NamedTuple):
@@ -419,3 +423,13 @@ weight_gradients.set_derivative(result, _tangent_of_result, (1, 4), _result_tran
 
 weight_gradients.define(tangent, _tangent_impl, _tangent_abstract_eval, _tangent_batch)
 weight_gradients.set_derivative(tangent, _tangent_of_tangent, None, _tangent_transpose)
+
+
+class Scaling(NamedTuple):
+    """A way of scaling: `quantise(x, dtype, axes)` makes an operand, and `matmul` multiplies two of them."""
+
+    quantise: Callable[..., Operand]
+    matmul: Callable[..., Any]
+
+
+SCALINGS = {"tensor": Scaling(quantised, matmul)}

@@ -14,6 +14,7 @@ import numpy as np
 import mpjax
 from mpjax.launcher.session import CALLS, HALF, NONFINITE, RERUNS, RETRIES, SCALE, Frame, Session
 from mpjax.program import compat
+from mpjax.program.formats import is_narrow
 from mpjax.program.graph import Site
 
 _SHOWN = 5
@@ -190,8 +191,8 @@ def dry_run(program: Frame, jaxpr: Any) -> None:
 
 
 def _is_half(site: Site) -> bool:
-    """Whether a matmul reads half or, under `mixed_float8`, narrower operands."""
-    return all(np.dtype(v.aval.dtype).name.startswith((*HALF, "float8")) for v in site.eqn.invars[:2])
+    """Whether a matmul reads operands in half or less."""
+    return all(is_narrow(v.aval.dtype) for v in site.eqn.invars[:2])
 
 
 def _why(site: Site) -> str:

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import scipy.special
 
-from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
+from mpjax.program.formats import HALF_DTYPES
 
 
 def in_host_memory(x: Any) -> bool:

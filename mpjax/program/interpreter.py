@@ -24,10 +24,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
-from mpjax.kernels import scaled_matmul
-from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
 from mpjax.program.evaluator import bind, cond, evaluate, scan, shard_map, while_loop
+from mpjax.program.formats import HALF_DTYPES, is_narrow
 from mpjax.program.graph import Block, Site, lay_out, manual_axes
 from mpjax.program.host import bind_on_host, in_host_memory
 from mpjax.program.primitives import Op, primitive
@@ -350,8 +349,8 @@ def is_half(x: Any) -> bool:
 
 
 def is_low(x: Any) -> bool:
-    """Whether a value or a variable is a float16, bfloat16 or float8 array."""
-    return is_half(x) or (compat.is_shaped(_aval(x)) and _aval(x).dtype.name.startswith("float8"))
+    """Whether a value or a variable is an array of floats of at most 16 bits."""
+    return compat.is_shaped(_aval(x)) and is_narrow(_aval(x).dtype)
 
 
 def widened(x: Any) -> Any:
@@ -374,11 +373,11 @@ def bound(eqn: Any, arrays: Sequence[Any], wide: bool) -> list[Any]:
 def bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     """Evaluates an equation with float32 in place of half. The arrays may have either dtype.
 
-    A float8 copy of an array is that array over its scale, in float32.
+    A primitive of mpjax's own may have `in_float32`, its results where no value is rounded.
     """
     name = eqn.primitive.name
-    if name in _SCALED:
-        return [_SCALED[name](*map(widened, arrays), **eqn.params)]
+    if (in_float32 := getattr(eqn.primitive, "in_float32", None)) is not None:
+        return [in_float32(*map(widened, arrays), **eqn.params)]
     if not any(map(is_half, (*eqn.invars, *eqn.outvars))):
         return bind(eqn, arrays)
     if name == "reduce_precision":
@@ -392,13 +391,6 @@ def bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     params = {key: _wide_parameter(value) for key, value in eqn.params.items()}
     outs = eqn.primitive.bind(*map(widened, arrays), **compat.bind_params(eqn.primitive, params))
     return list(outs) if eqn.primitive.multiple_results else [outs]
-
-
-_SCALED: dict[str, Callable[..., Any]] = {
-    "float8_scale": scaled_matmul.scale_of.bind,
-    "float8_quantise": lambda x, scale, dtype: lax.convert_element_type(x, np.float32) / scale,
-    "float8_rescale": lambda out, scale: out * scale,
-}
 
 
 def _wide_parameter(value: Any) -> Any:

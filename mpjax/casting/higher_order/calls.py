@@ -17,6 +17,7 @@ from jax import lax
 
 from mpjax.casting.classify import Listing
 from mpjax.casting.higher_order.sub_jaxpr import (
+    Copies,
     HigherOrder,
     Inner,
     as_traced,
@@ -35,8 +36,8 @@ from mpjax.casting.remat import is_cheap
 from mpjax.casting.rewrite import arrays_of, run_closed, values_of
 from mpjax.casting.setting import Setting
 from mpjax.casting.uses import Use, follows_one_value, uses
-from mpjax.kernels.scaled_matmul import E4M3
 from mpjax.program import compat, evaluator
+from mpjax.program.formats import Format
 
 # The storage dtypes in which an operand is passed: `(equation, index, its inferred dtype, reads inside as a bit mask)`.
 _Storages = Callable[[Any, int, Inferred | None, int], Sequence[Storage]]
@@ -59,7 +60,7 @@ def _one_sub_jaxpr(
     uses_of_operands: Callable[..., Sequence[Use]] = uses_of_call,
     inside: Callable[[dict[str, Any]], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     regions_inside: bool = True,
-    shares_float8: bool = False,
+    shares_copies: bool = False,
 ) -> HigherOrder:
     """The rules of a primitive with one sub-jaxpr that runs once.
 
@@ -69,7 +70,7 @@ def _one_sub_jaxpr(
         uses_of_operands: Backward analysis.
         inside: `inside(params)`, the context for planning the sub-jaxpr.
         regions_inside: As in `HigherOrder`.
-        shares_float8: Whether the float8 copies of parameters are made outside and passed.
+        shares_copies: Whether the copies of parameters with scales are made outside and passed.
     """
 
     def infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
@@ -82,16 +83,16 @@ def _one_sub_jaxpr(
             return as_traced(inference, eqn, listing, inner.outs, inner)
         reads = enumerate(zip(eqn.invars, inner.in_reads, strict=True))
         passed = [storages(eqn, i, inference.value(v), mask) for i, (v, mask) in reads]
-        copies = _float8_parameters(inner) if shares_float8 else ()
+        copies = _scaled_parameters(inner) if shares_copies else ()
         return enter(eqn, listing, inner.outs, Inner((inner,), convention_of(inference, eqn, passed), copies))
 
     def reissue(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
         call: Inner = step.inner
-        body = function_of(call.plans[0], call.convention, compat.call_jaxpr(step.eqn.params), float8=call.float8)
+        body = function_of(call.plans[0], call.convention, compat.call_jaxpr(step.eqn.params), copies=call.copies)
         arrays = flatten_operands(call.convention, operands)
-        if plan.setting.float8 is not None:
-            axes = plan.setting.float8.options.axes
-            copies = [operands[i].quantised(FULL, E4M3, axes) for i in call.float8]
+        if plan.setting.scaled is not None:
+            axes = plan.setting.scaled.options.axes
+            copies = [operands[i].quantised(FULL, format, format.dtype, axes) for i, format in call.copies]
             arrays += [x for copy in copies for x in (copy.q, copy.scale)]
         outs = issue(step.eqn, call, body, arrays)
         return values_of(outs, call.plans[0].outs, plan.setting.half)
@@ -141,15 +142,15 @@ def _call(wrap: Callable[[Callable[..., Any], dict[str, Any]], Callable[..., Any
 # remat.
 
 
-def _float8_parameters(plan: Plan) -> tuple[int, ...]:
-    """The inputs of a plan that its matmuls read in float8 as parameters. A remat would quantise them twice."""
-    read = set()
+def _scaled_parameters(plan: Plan) -> Copies:
+    """The inputs of a plan that its matmuls read with scales as parameters. A remat would quantise them twice."""
+    read: dict[tuple[Any, Format], None] = {}
     for step in plan.eqns:
-        if isinstance(step, Step) and step.float8 is not None and step.float8.dtypes:
-            read |= {step.eqn.invars[i] for i in step.parameters}
+        if isinstance(step, Step) and step.scaled is not None and step.scaled.dtypes:
+            read |= {(step.eqn.invars[i], step.scaled.format): None for i in step.parameters}
         elif isinstance(step, Step) and isinstance(step.inner, Inner):
-            read |= {step.eqn.invars[i] for i in step.inner.float8}
-    return tuple(i for i, v in enumerate(plan.invars) if v in read)
+            read |= {(step.eqn.invars[i], format): None for i, format in step.inner.copies}
+    return tuple((i, format) for i, v in enumerate(plan.invars) for w, format in read if v is w)
 
 
 def _storages_of_remat(eqn: Any, i: int, value: Inferred | None, mask: int) -> Sequence[Storage]:
@@ -163,7 +164,7 @@ def _storages_of_remat(eqn: Any, i: int, value: Inferred | None, mask: int) -> S
 def _issue_remat(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) -> Any:
     params, of_operands = eqn.params, compat.barriers(eqn.params, len(eqn.invars))
     barriers = tuple(
-        of_operands[i] for i in (*(i for i, _ in call.convention), *(i for i in call.float8 for _ in "qs"))
+        of_operands[i] for i in (*(i for i, _ in call.convention), *(i for i, _ in call.copies for _ in "qs"))
     )
     if params["differentiated"]:
         # This is already the backward pass of a remat. Only the barrier remains, which keeps the compiler from
@@ -238,7 +239,7 @@ CALLS = {
     "eval_jaxpr": _INLINED,  # the name of `closed_call` since JAX 0.12
     "xla_metadata_call": _call(compat.with_metadata),
     "composite": _call(compat.as_composite),
-    "remat2": _one_sub_jaxpr(_issue_remat, _storages_of_remat, _uses, regions_inside=False, shares_float8=True),
+    "remat2": _one_sub_jaxpr(_issue_remat, _storages_of_remat, _uses, regions_inside=False, shares_copies=True),
     "shard_map": _one_sub_jaxpr(_issue_shard_map, _storages_of_shards, _uses_on_devices, compat.on_its_devices),
     "custom_vmap_call": _one_sub_jaxpr(_issue_custom_vmap, _storages_as_traced),
 }

@@ -16,9 +16,13 @@ from mpjax.casting.rewrite import array_of, arrays_of, run_closed, value_of
 from mpjax.casting.setting import Setting, tracked
 from mpjax.casting.uses import Use
 from mpjax.kernels.scaled_matmul import Operand
+from mpjax.program.formats import Format
 
 Convention = tuple[tuple[int, Storage], ...]
 """The operand and the storage dtype of each array that goes into a sub-jaxpr: an operand may go in in both."""
+
+Copies = tuple[tuple[int, Format], ...]
+"""The operands of which copies with scales go in, each with the format."""
 
 
 class HigherOrder(NamedTuple):
@@ -47,12 +51,12 @@ class Inner:
     Args:
         plans: The plans.
         convention: The arrays that go in.
-        float8: The operands whose float8 copies go in after these arrays, each as a copy and its scale.
+        copies: The operands whose copies with scales go in after these arrays, each with the format.
     """
 
     plans: tuple[Plan, ...]
     convention: Convention
-    float8: tuple[int, ...] = ()
+    copies: Copies = ()
 
 
 # Inference.
@@ -135,7 +139,7 @@ def function_of(
     jaxpr: Any,
     outs: Sequence[Inferred | None] | None = None,
     first: int = 0,
-    float8: Sequence[int] = (),
+    copies: Copies = (),
 ) -> Callable[..., tuple[Any, ...]]:
     """A sub-jaxpr as a function of the arrays that are passed to it.
 
@@ -145,15 +149,15 @@ def function_of(
         jaxpr: The sub-jaxpr.
         outs: The inferred dtypes of its results; by default those of the plan.
         first: The index of the first operand that it takes.
-        float8: The inputs whose float8 copies and scales follow the operands.
+        copies: The inputs whose copies and scales follow the operands, each with the format.
     """
     returned = planned.outs if outs is None else outs
 
     def body(*arrays: Any) -> tuple[Any, ...]:
-        arrays, copies = arrays[: len(convention)], arrays[len(convention) :]
+        arrays, scaled = arrays[: len(convention)], arrays[len(convention) :]
         values = unflatten_operands(convention, arrays, first, len(planned.invars), planned.setting.half)
-        for i, q, scale in zip(float8, copies[::2], copies[1::2], strict=True):
-            values[i].share(FULL, Operand(values[i][FULL], q, scale, stored=True))
+        for (i, format), q, scale in zip(copies, scaled[::2], scaled[1::2], strict=True):
+            values[i].share(FULL, format, Operand(values[i][FULL], q, scale, stored=True))
         return tuple(arrays_of(run_closed(planned, jaxpr, values), returned))
 
     return body

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from mpjax.inspection.devices import Device
 from mpjax.inspection.reports import added_up, amount, totals
 from mpjax.program.flops import is_weight_gradient
+from mpjax.program.formats import NAMES
 from mpjax.program.graph import Site
 from mpjax.program.interpreter import is_float
 
@@ -259,7 +260,6 @@ def _cast(site: Site) -> Iterator[tuple[str, tuple[int, int]]]:
         yield f"{source.dtype.name}→{target.dtype.name}", (times, times * size)
 
 
-_HALF = ("float16", "bfloat16", "float8")
 _PRECISIONS = {3: "HIGH", 6: "HIGHEST"}  # by the bfloat16 passes of a TPU
 # Memory traffic takes half the time in half.
 _MEMORY = 2.0
@@ -292,11 +292,11 @@ def speedup_bound(matmuls: Sequence[Matmul], devices: int, device: Device) -> Sp
     half = max(halves, key=lambda dtype: halves[dtype], default="float16")
 
     def least(narrow: str = "", wide: str = "") -> float:
-        """The time at the peak rates, with `narrow` in place of half and float8, and `wide` in place of float32."""
+        """The time at the peak rates, with `narrow` in place of half and less, and `wide` in place of float32."""
         seconds = 0.0
         for row in matmuls:
-            dtype = next((d for d in row.dtypes if not d.startswith(_HALF)), row.dtypes[0])
-            dtype = (narrow if dtype.startswith(_HALF) else wide if dtype == "float32" else "") or dtype
+            dtype = next((d for d in row.dtypes if not d.startswith(NAMES)), row.dtypes[0])
+            dtype = (narrow if dtype.startswith(NAMES) else wide if dtype == "float32" else "") or dtype
             seconds += row.flops / devices / device.peak(dtype, _PRECISIONS.get(row.passes, ""))
         return seconds
 

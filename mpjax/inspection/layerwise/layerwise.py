@@ -15,6 +15,7 @@ from mpjax.inspection.gradient import Loss, scale_state, trace_to_run
 from mpjax.inspection.layerwise.lockstep import Group, error_note, evaluated, grouped
 from mpjax.inspection.numerics.activations import equations_of_gradients
 from mpjax.inspection.reports import Report, Section, folded_rows, percent, short_dtypes
+from mpjax.program.formats import SCALED
 from mpjax.program.graph import Block, lay_out, owners_of
 from mpjax.program.interpreter import is_half, is_low
 from mpjax.program.primitives import Op
@@ -28,7 +29,7 @@ class LayerError:
     Args:
         name: The module path; where no module has a name, the user's function.
         path: The module path; empty for a function.
-        dtypes: The half and float8 dtypes in it.
+        dtypes: The dtypes of at most 16 bits in it.
         forward, backward: Its own error in each pass: its operands are exact, and only this module is in half. inf if
             it has an inf or NaN where float32 has none, or a NaN where float32 has one too.
         total_forward, total_backward: The program's error at this module, including that of all modules before it.
@@ -126,8 +127,9 @@ class LayerwiseReport(Report):
     @property
     def _precision(self) -> str:
         """The precisions below float32 in the program, in words."""
-        has_float8 = any(dtype.startswith("float8") for row in self.modules for dtype in row.dtypes)
-        return "half and float8" if has_float8 else "half"
+        dtypes = {dtype for row in self.modules for dtype in row.dtypes}
+        scaled = [name for name in SCALED if any(dtype.startswith(name) for dtype in dtypes)]
+        return " and ".join(("half", *scaled))
 
     def _finding(self) -> list[str]:
         lines = [
@@ -280,9 +282,9 @@ def _modules(evaluated: _Evaluated) -> list[LayerError]:
     for number, place in places.items():
         low = [v.aval.dtype.name for v in place.eqn.outvars if is_low(v)]
         dtypes[groups[number]].update(dict.fromkeys(low))
-        # The precision of a float8 matmul's backward pass says how it accumulates.
-        of_float8 = any(is_low(v) and not is_half(v) for v in place.eqn.invars)
-        if low and not of_float8 and default_listing(place.eqn).op is Op.DENY:
+        # The precision of a scaled matmul's backward pass says how it accumulates.
+        is_scaled = any(is_low(v) and not is_half(v) for v in place.eqn.invars)
+        if low and not is_scaled and default_listing(place.eqn).op is Op.DENY:
             denied[groups[number]][place.name] = None
     # A module's arrays, by pass. The gradients of its parameters count as one array, because a single gradient may be
     # pure rounding error: that of a bias before a normalisation is zero in exact arithmetic.

@@ -18,6 +18,7 @@ from mpjax.inspection.gradient import Loss, Trial, relative_error, scale_state
 from mpjax.inspection.layerwise.layerwise import errors_by_module
 from mpjax.inspection.reports import Report, Section, folded, percent, totals
 from mpjax.policy import HALF_DTYPES, get_policy, path_matches
+from mpjax.program.formats import format_of
 from mpjax.program.graph import not_entered
 
 
@@ -93,7 +94,8 @@ class SearchReport(Report):
     @property
     def _low(self) -> str:
         """The precision of the other modules."""
-        return "half" if self.kept_dtype == "float32" else "float8"
+        scaled = format_of(get_policy(self.policy).matmul_dtype)
+        return "half" if scaled is None else scaled.name
 
     @property
     def title(self) -> str:

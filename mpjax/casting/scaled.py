@@ -1,4 +1,4 @@
-"""Float8: its options, and the matmuls that run in it."""
+"""Matmuls in a format with scales (float8): the options, which matmuls run in it, and why others don't."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from mpjax.policy import path_matches
+from mpjax.program.formats import FLOAT8, Format
 from mpjax.program.source import scopes
 
-_E4M3, _E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
-COTANGENTS = {"e5m2": _E5M2, "e4m3": _E4M3}
 WEIGHT_GRADIENTS = ("float8", "half")
-_MULTIPLE = 16
 
 
 def check_choices(options: Any, choices: Mapping[str, Sequence[str]]) -> None:
@@ -59,7 +56,7 @@ class Float8:
     deny: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_choices(self, {"cotangents": tuple(COTANGENTS), "weight_gradients": WEIGHT_GRADIENTS})
+        check_choices(self, {"cotangents": tuple(FLOAT8.cotangents), "weight_gradients": WEIGHT_GRADIENTS})
         sizes = self.min_size
         if not (isinstance(sizes, tuple) and len(sizes) == 2 and all(isinstance(n, int) and n >= 0 for n in sizes)):
             raise ValueError(f"Float8(min_size={sizes!r}): give two sizes (K, N), such as (4096, 1024) or (0, 0).")
@@ -79,42 +76,47 @@ class Float8:
 
 
 @dataclasses.dataclass(frozen=True)
-class Float8Setting:
-    """What a plan knows about float8.
+class ScaledSetting:
+    """What a plan knows about matmuls in formats with scales.
 
     Args:
         options: The options.
-        entries: Patterns of module paths, each with whether their matmuls run in float8. The first match wins.
-        everywhere: Whether matmuls that no pattern matches may run in float8.
+        format: The format of matmuls that no pattern matches; None if they stay in the compute dtype.
+        entries: Patterns of module paths, each with the format of their matmuls, or None. The first match wins.
     """
 
     options: Float8
-    entries: tuple[tuple[str, bool], ...] = ()
-    everywhere: bool = True
+    format: Format | None
+    entries: tuple[tuple[str, Format | None], ...] = ()
 
 
 class Decision(NamedTuple):
-    """Whether a matmul runs in float8.
+    """Whether a matmul runs in a format with scales.
 
     Args:
-        dtypes: The float8 dtypes of its operands; empty if it stays in the compute dtype.
-        why: The reason that it stays; empty if it is in float8.
+        format: The format.
+        dtypes: The dtypes of its operands; empty if it stays in the compute dtype.
+        why: The reason that it stays; empty if it does not.
         entry: The pattern that matched, if any.
         backward: Whether it belongs to a gradient that the program takes itself.
         options: The options.
     """
 
+    format: Format
     dtypes: tuple[np.dtype, ...]
     why: str
     entry: str | None
     backward: bool
     options: Float8
 
+    def __str__(self) -> str:
+        return f"; not {self.format.name}: {self.why}" if self.why else f": {self.format.name}"
+
 
 def decide(
-    eqn: Any, parameters: Sequence[bool | None], followed: bool, setting: Float8Setting, paths: Sequence[str]
+    eqn: Any, parameters: Sequence[bool | None], followed: bool, setting: ScaledSetting, paths: Sequence[str]
 ) -> Decision:
-    """Decides whether a matmul that may run in half runs in float8.
+    """Decides whether a matmul that may run in half runs in a format with scales.
 
     Args:
         eqn: The equation: a matmul or convolution.
@@ -125,30 +127,32 @@ def decide(
     """
     options = setting.options
     backward = "transpose(" in scopes(eqn)
-    matched = next(((p, on) for p, on in setting.entries if any(path_matches(path, p) for path in paths)), None)
-    entry, wanted = matched or (None, None)
-    why = _never(eqn, parameters)
-    if not why and wanted is False:
+    matched = next(((p, to) for p, to in setting.entries if any(path_matches(path, p) for path in paths)), None)
+    entry, wanted = matched or (None, setting.format)
+    known = (setting.format, *(format for _, format in setting.entries))
+    format = wanted or next(each for each in known if each is not None)
+    why = _never(eqn, parameters, format)
+    if not why and entry is not None and wanted is None:
         why = f"rule {entry!r}"
-    if not why and wanted is None:
+    if not why and entry is None:
         why = _why_not(eqn, parameters, followed, backward, setting)
-    activation = COTANGENTS[options.cotangents] if backward and sum(map(bool, parameters)) == 1 else _E4M3
-    dtypes = () if why else tuple(_E4M3 if parameter else activation for parameter in parameters)
-    return Decision(dtypes, why, entry, backward, options)
+    activation = format.cotangents[options.cotangents] if backward and sum(map(bool, parameters)) == 1 else format.dtype
+    dtypes = () if why else tuple(format.dtype if parameter else activation for parameter in parameters)
+    return Decision(format, dtypes, why, entry, backward, options)
 
 
-def _never(eqn: Any, parameters: Sequence[bool | None]) -> str:
-    """Why a matmul can't run in float8, whatever the rules."""
+def _never(eqn: Any, parameters: Sequence[bool | None], format: Format) -> str:
+    """Why a matmul can't run in a format, whatever the rules."""
     if eqn.primitive.name != "dot_general":
         kind = "convolutions" if eqn.primitive.name.startswith("conv") else "ragged matmuls"
-        return f"{kind} have no float8 gradients"
+        return f"{kind} have no {format.name} gradients"
     return "the program itself gives an operand in half" if None in parameters else ""
 
 
 def _why_not(
-    eqn: Any, parameters: Sequence[bool | None], followed: bool, backward: bool, setting: Float8Setting
+    eqn: Any, parameters: Sequence[bool | None], followed: bool, backward: bool, setting: ScaledSetting
 ) -> str:
-    if not setting.everywhere:
+    if setting.format is None:
         return "its module has another policy"
     if all(parameters):
         return "both operands come from arguments, as in a first layer"
@@ -158,9 +162,9 @@ def _why_not(
         return "no matmul follows, as in a last layer"
     k, free = _sizes(eqn)
     sizes = {"K": k, "M": free[0], "N": free[1]}
-    odd = [f"{name} = {n}" for name, n in sizes.items() if isinstance(n, int) and n % _MULTIPLE]
+    odd = [f"{name} = {n}" for name, n in sizes.items() if isinstance(n, int) and n % setting.format.multiple]
     if odd:
-        return f"{', '.join(odd)}: not a multiple of {_MULTIPLE}"
+        return f"{', '.join(odd)}: not a multiple of {setting.format.multiple}"
     outputs = free[list(parameters).index(True)]
     if _at_most(k, setting.options.min_size[0]) and _at_most(outputs, setting.options.min_size[1]):
         return f"K = {k} and {outputs} outputs are too few to gain (Float8.min_size)"
