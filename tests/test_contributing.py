@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md: its six walkthroughs give their stated results, and edit only the files that they name."""
+"""CONTRIBUTING.md: its seven walkthroughs give their stated results, and edit only the files that they name."""
 
 import ast
 import os
@@ -26,6 +26,13 @@ EDITS = {
             "CALLS = {",
             '    "noted_call": _call(lambda fun, params: __import__("noted").noted(fun, params["note"])),',
         ),
+    },
+    "Add a format of matmul operands": {
+        "mpjax/program/formats.py": (
+            "FORMATS = ",
+            'WIDE8 = Format("wide8", "w8", E5M2, compute="bfloat16", scaling="tensor", cotangents={"e5m2": E5M2})\n'
+            "FORMATS += (WIDE8,)",
+        )
     },
     "Add an inspection": {
         "mpjax/inspection/tools.py": (
@@ -84,6 +91,13 @@ assert mpjax.explain(fun, jnp.ones((4, 4))).half_share == 1
 assert eqn.params["note"] == "kept" and "f16[4,4] = dot_general" in str(eqn)
 fault = mpjax.find_nonfinite(fun, jnp.full((4, 4), 1e9))
 assert fault.primitive == "exp" and not fault.unseen
+
+policy = mpjax.get_policy("mixed_wide8")
+assert mpjax.get_policy(str(policy)) == policy == mpjax.get_policy("p=f32,c=bf16,m=w8,o=f32")
+wide8 = mpjax.autocast(lambda w, x: ((x @ w) @ w) @ w, policy, rules=mpjax.Rules(float8=mpjax.Float8(min_size=(0, 0))))
+rows = [row for row in mpjax.explain(wide8, jnp.ones((16, 16)), jnp.ones((16, 16))).rows if row.flops]
+assert [row.dtypes_in[0] for row in rows] == ["bfloat16", "float8_e5m2", "bfloat16"], rows
+assert ["wide8" in row.why for row in rows] == [True] * 3 and "float8" not in rows[0].why, rows
 
 assert mpjax.count(lambda x: x + 1, 1.0) == 1
 
