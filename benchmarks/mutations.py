@@ -27,7 +27,7 @@ import mpjax
 from mpjax.loss_scale import replicas, transformation, trees
 from mpjax.loss_scale.cotangents import unscale_by
 from mpjax.modules import layers
-from mpjax.optimizer_state import blockwise, rounding
+from mpjax.optimizer_state import low_bit, rounding
 from testing.random_training import Rejected, check, numbered_case
 
 
@@ -75,7 +75,7 @@ def _biased(x: jax.Array, dtype: Any, bits: jax.Array, right: Any = rounding.rou
     return right(x, dtype, bits | np.uint32(0x80008000))
 
 
-def _signed_only(x: jax.Array, block_size: int, right: Any = blockwise.block_scales) -> jax.Array:
+def _signed_only(x: jax.Array, block_size: int, right: Any = low_bit.block_scales) -> jax.Array:
     return jnp.abs(right(x, block_size))
 
 
@@ -116,20 +116,20 @@ MUTATIONS: dict[str, Mutation] = {
         "master_weights",
     ),
     "Kahan summation loses its compensation": Mutation(
-        "mpjax.optimizer_state.half_params._compensation",
+        "mpjax.optimizer_state.rounding._compensation",
         lambda params, *args: jax.tree.map(
             lambda p: jnp.zeros_like(p) if p.dtype != jnp.float32 else optax.MaskedNode(), params
         ),
         "kahan",
     ),
     "stochastic rounding rounds up too often": Mutation(
-        "mpjax.optimizer_state.half_params.round_stochastically", _biased, "stochastic_rounding"
+        "mpjax.optimizer_state.rounding.round_stochastically", _biased, "stochastic_rounding"
     ),
     "moments in bfloat16 are rounded up too often": Mutation(
         "mpjax.optimizer_state.low_bit.round_stochastically", _biased, "low_bit_state"
     ),
     "second moments are stored as if they had signs": Mutation(
-        "mpjax.optimizer_state.blockwise.block_scales", _signed_only, "low_bit_state"
+        "mpjax.optimizer_state.low_bit.block_scales", _signed_only, "low_bit_state"
     ),
     "the results of a Flax model are rounded": Mutation("mpjax.modules.linen.cast", _narrowed, "nn.Module"),
     "the results of an NNX model are rounded": Mutation("mpjax.modules.nnx.cast", _narrowed, "nnx.Module"),

@@ -34,7 +34,7 @@ from mpjax.casting.remat import with_regions
 from mpjax.casting.scaled import Decision, decide
 from mpjax.casting.setting import AS_TRACED, IN_HALF, Region, Setting, tracked
 from mpjax.casting.uses import RESULT, Use, is_needed, uses
-from mpjax.kernels.selection import selects
+from mpjax.kernels.tpu import selects
 from mpjax.kernels.weight_gradients import is_pointwise
 from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat

@@ -24,8 +24,7 @@ from mpjax.casting.remat import RematRegion
 from mpjax.casting.setting import FLOAT32, tracked
 from mpjax.kernels import staging, weight_gradients
 from mpjax.kernels.scaled_matmul import SCALINGS, Operand
-from mpjax.kernels.selection import select, selects
-from mpjax.kernels.unfused import unfused
+from mpjax.kernels.tpu import select, selects, unfused
 from mpjax.program import compat
 from mpjax.program.evaluator import evaluate
 from mpjax.program.formats import Format

@@ -12,8 +12,8 @@ from mpjax.loss_scale.cotangents import is_differentiable
 from mpjax.policy import is_half, path_string
 from mpjax.program import compat
 from mpjax.program.evaluator import bind_in_context, evaluate
-from mpjax.program.interception import intercepted
 from mpjax.program.objects import functional, is_nnx_object
+from mpjax.program.tracing import intercepted
 
 _ARRAY = object()  # in place of an array in a result
 

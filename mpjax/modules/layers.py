@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mpjax.modules.matmuls import Reading, cast_halves, reads
 from mpjax.policy import CASTABLE_DTYPES, HALF_DTYPES, Policy, _cast_leaf, is_castable, is_half, is_norm_class
-from mpjax.program.interception import body_of_loop
+from mpjax.program.tracing import body_of_loop
 
 _LINEAR_NAMES = {
     *("Dense", "DenseGeneral", "Linear", "LinearGeneral", "Einsum"),

@@ -21,7 +21,7 @@ from mpjax.modules.layers import cast
 from mpjax.modules.linen_calls import ModelCall, interceptor
 from mpjax.policy import Policy, path_string, warn_unused_overrides
 from mpjax.program import contexts
-from mpjax.program.classes import become, class_with, original_class, reduce_, setting_of
+from mpjax.program.scopes import become, class_with, original_class, reduce_, setting_of
 
 
 @dataclasses.dataclass(frozen=True)

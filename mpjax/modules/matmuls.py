@@ -28,8 +28,8 @@ from mpjax.policy import _cast_leaf, is_castable, is_half
 from mpjax.program import compat, contexts
 from mpjax.program.evaluator import evaluate
 from mpjax.program.graph import sub_jaxprs
-from mpjax.program.interception import intercepted, retraced
 from mpjax.program.primitives import MATMULS, Op, primitive
+from mpjax.program.tracing import intercepted, retraced
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,8 +41,7 @@ from mpjax.modules.layers import (
 from mpjax.modules.matmuls import attend, read
 from mpjax.policy import NORM_PATTERNS, Policy, path_string, warn_unused_overrides
 from mpjax.program import contexts
-from mpjax.program.classes import become, setting_of
-from mpjax.program.scopes import is_container, method_names, module_scope
+from mpjax.program.scopes import become, is_container, method_names, module_scope, setting_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from mpjax.program import compat
 from mpjax.program.evaluator import evaluate
-from mpjax.program.flops import matmul_flops
-from mpjax.program.primitives import TABLE, Op, primitive
+from mpjax.program.primitives import TABLE, Op, matmul_flops, primitive
 from mpjax.program.source import join, module_of, path_of, phase_of, source_line
 
 _T = TypeVar("_T")

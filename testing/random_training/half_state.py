@@ -15,8 +15,7 @@ import numpy as np
 import optax
 
 from mpjax.optimizer_state import KahanState, LowBitState, StochasticRoundingState
-from mpjax.optimizer_state.blockwise import Blockwise
-from mpjax.optimizer_state.low_bit import Rounded
+from mpjax.optimizer_state.low_bit import Blockwise, Rounded
 
 
 def is_half(x: Any) -> bool:

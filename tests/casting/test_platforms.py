@@ -11,7 +11,7 @@ import mpjax
 from benchmarks.training.target import TARGETS, placed
 from mpjax import Rules
 from mpjax.inspection.profile.hlo import HloModule
-from mpjax.kernels.unfused import unfused
+from mpjax.kernels.tpu import unfused
 from mpjax.program import compat
 from testing import measures
 from testing.platforms import tpu

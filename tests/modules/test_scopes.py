@@ -8,9 +8,8 @@ from flax import nnx
 
 import mpjax
 from mpjax.program import compat
-from mpjax.program.classes import original_class
 from mpjax.program.graph import walk
-from mpjax.program.scopes import named_modules
+from mpjax.program.scopes import named_modules, original_class
 from testing import cheap_keys
 from tests.modules.flax_models import of_nnx
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpjax
-from mpjax.optimizer_state.blockwise import Blockwise, decode, encode
+from mpjax.optimizer_state.low_bit import Blockwise, decode, encode
 from mpjax.optimizer_state.rounding import random_bits
 from testing.random_programs.evaluate import arrays_in_numpy
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpjax.program import compat
-from mpjax.program.interception import intercepted
+from mpjax.program.tracing import intercepted
 
 X = np.ones((2, 2), np.float32)
 

@@ -20,7 +20,7 @@ from mpjax.casting.attention.parts import Attention
 from mpjax.casting.classify import classify
 from mpjax.casting.setting import Setting
 from mpjax.program import compat, derivative_rules
-from mpjax.program.closures import may_close_over_tracers
+from mpjax.program.derivative_rules import may_close_over_tracers
 from mpjax.program.graph import SubJaxpr, sub_jaxprs
 from mpjax.program.primitives import Op
 

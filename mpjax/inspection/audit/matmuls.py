@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from mpjax.inspection.devices import Device
 from mpjax.inspection.reports import added_up, amount, totals
-from mpjax.program.flops import is_weight_gradient
 from mpjax.program.formats import NAMES
 from mpjax.program.graph import Site
 from mpjax.program.interpreter import is_float
+from mpjax.program.primitives import is_weight_gradient
 
 ALIGNMENT = 8
 # "If any GEMM dimension is 128 or smaller, speedup is closer to 2x than 8x" (NVIDIA, mixed precision tutorial).

@@ -1,8 +1,8 @@
-"""One element of each row, as a loss looks up its labels, in a form that XLA for TPUs fuses.
+"""Two forms of operations for XLA for TPUs: a lookup that it fuses, and a maximum that it must not fuse.
 
-There, a gather reads its operand from memory. So for the labels of a language model, XLA writes all its logits in
-float32, the largest array of a training step. A comparison with each index and a sum, of which all terms but one are
-zero, are part of the kernel that computes the logits anyway.
+A loss looks up one element of each row, its label. There, a gather reads its operand from memory. So for the labels of
+a language model, XLA writes all its logits in float32, the largest array of a training step. A comparison with each
+index and a sum, of which all terms but one are zero, are part of the kernel that computes the logits anyway.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 
 def selects(indices: Any, params: dict[str, Any]) -> bool:
@@ -45,3 +47,18 @@ def select(x: Any, indices: Any, params: dict[str, Any]) -> Any:
     elements = jnp.where(lax.broadcasted_iota(np.int32, x.shape, axis) == at, x, 0)
     fill = np.nan if params["fill_value"] is None else params["fill_value"]
     return jnp.where(inside, jnp.sum(elements, axis, keepdims=True), fill)
+
+
+# A value that XLA for TPUs must not fuse with its readers: the maximum of the rows of a softmax.
+#
+# XLA for TPUs computes a row's maximum, the differences and their exponentials in one kernel, and writes the
+# exponentials in float32. If the maximum is a result of its own, XLA joins it to the matmul before, and computes the exponentials
+# again in each kernel that reads them, from scores in half. On other platforms this is the identity.
+
+unfused = Primitive("unfused")
+unfused.def_impl(lambda x: x)
+unfused.def_abstract_eval(lambda x: x)
+mlir.register_lowering(unfused, lambda ctx, x: [x])
+mlir.register_lowering(unfused, mlir.lower_fun(lax.optimization_barrier, multiple_results=False), platform="tpu")
+ad.deflinear2(unfused, lambda ct, _: [ct])
+batching.primitive_batchers[unfused] = lambda args, dims: (unfused.bind(*args), dims[0])
