@@ -52,8 +52,8 @@ def select(x: Any, indices: Any, params: dict[str, Any]) -> Any:
 # A value that XLA for TPUs must not fuse with its readers: the maximum of the rows of a softmax.
 #
 # XLA for TPUs computes a row's maximum, the differences and their exponentials in one kernel, and writes the
-# exponentials in float32. If the maximum is a result of its own, XLA joins it to the matmul before, and computes the exponentials
-# again in each kernel that reads them, from scores in half. On other platforms this is the identity.
+# exponentials in float32. If the maximum is a result of its own, XLA joins it to the matmul before, and computes the
+# exponentials again in each kernel that reads them, from scores in half. On other platforms this is the identity.
 
 unfused = Primitive("unfused")
 unfused.def_impl(lambda x: x)

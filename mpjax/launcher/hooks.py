@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
+import os
+import runpy
 import sys
-from collections.abc import Callable, Sequence
-from types import ModuleType
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, TracebackType
 from typing import Any
-
-from mpjax.launcher import notebooks, tracebacks
-from mpjax.launcher.options import LaunchError, Options
 
 PROGRAM = "python -m mpjax run"
 PATCHED = ("jax", "optax", "jax.example_libraries.optimizers")
@@ -75,7 +78,7 @@ def install(options: Options, main: bool = False) -> None:
         )
     # With both `python -m mpjax run` and MPJAX_AUTOCAST_ALL, the later options apply.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AfterImport)]
-    tracebacks.install()
+    shorten_tracebacks()
     done: list[Any] = []
     # The script may import optax first, which imports JAX. If it never does, the hook costs nothing.
     hooks = [AfterImport(name, functools.partial(_patch, name, done, options, main)) for name in PATCHED]
@@ -120,7 +123,7 @@ def _session_or_exit(options: Options, main: bool) -> Any:
         raise SystemExit(2) from None
     report = Report(session, always=main)
     session.watchers.append(report.traced)
-    notebooks.attach(report.summary)
+    attach(report.summary)
     if options.dry_run:
         session.watchers.append(dry_run)
     return session
@@ -135,3 +138,171 @@ def patch(options: Options) -> Any:
     for name in PATCHED:
         patches.patch(name)
     return patches
+
+
+# The launcher's options, and the environment variables that carry them to child processes.
+
+
+POLICY = "MPJAX_AUTOCAST_ALL"
+DETAILS = "MPJAX_AUTOCAST_ALL_OPTIONS"
+DEFAULT_POLICY = "mixed_float16"
+
+_LISTS = ("allow", "deny", "infer", "packages")
+
+
+class LaunchError(SystemExit):
+    """A mistake in the call of the launcher. It ends the process even past a script's `except Exception`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of `run`.
+
+    Args:
+        policy: A policy's name or string, as for `mpjax.get_policy`.
+        allow, deny, infer: Entries for the lists of `mpjax.Rules`.
+        attention: As in `mpjax.Rules`.
+        overrides: `(pattern, policy)` pairs over module paths.
+        packages: Installed packages whose gradients count as the script's own.
+        any_gradient: Whether a script that builds no optimizer trains too, in bfloat16: it updates by hand.
+        init_scale: The first loss scale.
+        quiet: Whether to print only errors.
+        explain: Path of a file for the plan of each differentiated function, or "".
+        dry_run: Whether to print the audit at the first compiled step and exit.
+    """
+
+    policy: str = DEFAULT_POLICY
+    allow: Sequence[str] = ()
+    deny: Sequence[str] = ()
+    infer: Sequence[str] = ()
+    attention: str = "unfused"
+    overrides: Sequence[Sequence[str]] = ()
+    packages: Sequence[str] = ()
+    any_gradient: bool = False
+    init_scale: float = 2.0**15
+    quiet: bool = False
+    explain: str = ""
+    dry_run: bool = False
+
+    def environment(self) -> dict[str, str]:
+        """The environment variables that pass these options to a child process."""
+        details = dataclasses.asdict(self)
+        return {POLICY: details.pop("policy"), DETAILS: json.dumps(details)}
+
+
+def from_environment(environment: Mapping[str, str] = os.environ) -> Options | None:
+    """Reads the options from the environment; None without `MPJAX_AUTOCAST_ALL`.
+
+    Raises:
+        LaunchError: `MPJAX_AUTOCAST_ALL_OPTIONS` is invalid.
+    """
+    policy = environment.get(POLICY, "").strip()
+    if not policy:
+        return None
+    try:
+        return Options(policy=policy, **json.loads(environment.get(DETAILS, "{}")))
+    except (ValueError, TypeError) as error:
+        raise LaunchError(f"{DETAILS}={environment.get(DETAILS)!r} can not be read: {error}") from error
+
+
+def read_rules(path: str) -> dict[str, Any]:
+    """Reads the fields of `Options` that a rules file sets.
+
+    The file is TOML::
+
+        allow = ["dot_general"]
+        deny = ["*/head"]
+        infer = ["reduce_max"]
+        packages = ["my_trainer"]
+
+        [overrides]
+        "*/LayerNorm_*" = "float32"
+
+    Raises:
+        LaunchError: The file cannot be read, or has other entries.
+    """
+    try:
+        content = tomllib.loads(Path(path).read_text())
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise LaunchError(f"--rules {path}: {error}") from error
+    fields: dict[str, Any] = {}
+    for key, value in content.items():
+        if key in _LISTS and isinstance(value, list) and all(isinstance(x, str) for x in value):
+            fields[key] = value
+        elif key == "overrides" and isinstance(value, dict) and all(isinstance(x, str) for x in value.values()):
+            fields[key] = tuple(value.items())
+        else:
+            raise LaunchError(
+                f"--rules {path}: {key} = {value!r} is not understood. The file may have the lists of strings "
+                "allow, deny, infer and packages, and a table [overrides] of 'pattern' = 'policy'."
+            )
+    return fields
+
+
+# Tracebacks of the script's errors without the launcher's frames.
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_RUNNERS = ("<frozen runpy>", runpy.__file__)
+
+
+def shorten_tracebacks() -> None:
+    """Makes Python print uncaught exceptions without mpjax's frames, unless mpjax raised them."""
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        return before(kind, strip(error.with_traceback(trace)), error.__traceback__)
+
+    sys.excepthook = show
+
+
+def strip(error: BaseException) -> BaseException:
+    """Removes mpjax's frames from the tracebacks of an error and of all that Python shows with it."""
+    shown = [error]
+    for each in shown:  # It grows. An error may be its own cause.
+        each.__traceback__ = stripped(each.__traceback__)
+        inside = each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+        others = (each.__cause__, each.__context__, *inside)
+        shown += [other for other in others if other is not None and id(other) not in map(id, shown)]
+    return error
+
+
+def stripped(trace: TracebackType | None) -> TracebackType | None:
+    """Removes mpjax's frames from a traceback, or only those before the script's if mpjax raised the error."""
+    entries = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    ours = [_is_ours(entry) for entry in entries]
+    first = ours.index(False) if False in ours else 0
+    kept = [entry for entry, is_ours in zip(entries[first:], ours[first:], strict=True) if ours[-1] or not is_ours]
+    result = None
+    for entry in reversed(kept):
+        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return result
+
+
+def _is_ours(entry: TracebackType) -> bool:
+    return entry.tb_frame.f_code.co_filename.startswith((_PACKAGE, *_RUNNERS))
+
+
+# Reports and tracebacks in IPython, which has its own way to show exceptions, and cells in place of one exit.
+
+
+def attach(summarize: Callable[[], None]) -> None:
+    """In IPython, prints the summary after each cell that changes it, and hides the launcher in tracebacks.
+
+    Args:
+        summarize: Prints the summary if it has changed.
+    """
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is None:
+        return
+
+    def show(
+        shell: Any, kind: type[BaseException], error: BaseException, trace: TracebackType, tb_offset: int | None = None
+    ) -> None:
+        shell.showtraceback((kind, strip(error.with_traceback(trace)), error.__traceback__), tb_offset=tb_offset)
+
+    shell.set_custom_exc((Exception,), show)
+    shell.events.register("post_run_cell", lambda *_: summarize())

@@ -13,9 +13,8 @@ import jax
 import jax.extend.core
 import numpy as np
 
-from mpjax.launcher.callers import is_library_file
 from mpjax.launcher.report import Clock
-from mpjax.launcher.session import Frame, Session, enclosing_scale, frame, tracing
+from mpjax.launcher.session import Frame, Session, enclosing_scale, frame, is_library_file, tracing
 from mpjax.program import compat
 
 _STATES = "_mpjax_loss_scales"

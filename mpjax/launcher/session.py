@@ -6,18 +6,20 @@ import collections
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import jax
 import numpy as np
 
 import mpjax
-from mpjax.launcher.callers import Callers
-from mpjax.launcher.options import LaunchError, Options
-from mpjax.launcher.parameters import Parameters
+from mpjax.launcher.hooks import LaunchError, Options
 from mpjax.program import compat, contexts
 
 # One row per differentiated function of a compiled step. Further functions share the last row.
@@ -269,3 +271,123 @@ def _noting(matched: set[Any]) -> type[mpjax.Rules]:
             return found
 
     return NotingRules
+
+
+# Tells whether the script or a library is calling.
+
+
+# Packages that differentiate on behalf of their caller (`nnx.grad`, `eqx.filter_grad`, `hk.grad`, ...).
+_CONDUITS = frozenset("jax flax equinox haiku jaxtyping beartype typeguard functools contextlib".split())
+_LAUNCHER = __name__.rpartition(".")[0]
+
+
+class Callers:
+    """Distinguishes the script's code from library code.
+
+    Code in the standard library or in `site-packages` is library code. All other code belongs to the script.
+
+    Args:
+        packages: Top-level packages that count as the script's code wherever they are installed.
+    """
+
+    def __init__(self, packages: Iterable[str] = ()):
+        self.packages = frozenset(packages)
+        self.seen: set[str] = set()  # the packages that have called
+        self._is_library_file = functools.lru_cache(maxsize=None)(is_library_file)
+
+    def script_line(self) -> str:
+        """The calling line of the script, as `train.py:12`; empty if a library is calling."""
+        frame = self._nearest()
+        return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
+
+    def _nearest(self) -> FrameType | None:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            name = frame.f_globals.get("__name__") or ""
+            root = name.partition(".")[0]
+            if root in self.packages:
+                self.seen.add(root)
+                return frame
+            if root not in _CONDUITS and name != _LAUNCHER and not name.startswith(f"{_LAUNCHER}."):
+                return None if root == "mpjax" or self._is_library_file(frame.f_code.co_filename) else frame
+            frame = frame.f_back
+        return None
+
+
+def is_library_file(filename: str) -> bool:
+    """Whether a file is in the standard library or in `site-packages`."""
+    if filename.startswith("<frozen "):  # a library that differentiates at import time
+        return True
+    path = os.path.abspath(filename)
+    if f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path:
+        return True
+    roots = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+    return any(path.startswith(root + os.sep) for root in roots if root)
+
+
+# Recognises the training's parameters among the arguments of a program.
+
+
+Type = tuple[tuple[int, ...], Any]
+
+
+class Parameters:
+    """The trees that the script has differentiated with respect to.
+
+    A program is given parameters if its arguments hold a tree with the names, shapes and dtypes of a differentiated
+    one: the parameters themselves, an average of them, a target network. NNX and Equinox pass their modules as flat
+    lists, so their parameters are recognised by the order of shapes and dtypes.
+    """
+
+    def __init__(self) -> None:
+        self._trees: dict[tuple[tuple[tuple[str, ...], Type], ...], bool] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._trees)
+
+    def learn(self, tree: Any) -> None:
+        """Records a tree that the script differentiates with respect to. A single array has no name to be known by."""
+        leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+        named = tuple((_names(path), _type(x)) for path, x in leaves if hasattr(x, "dtype"))
+        of_modules = any(isinstance(key, jax.tree_util.GetAttrKey) for path, _ in leaves for key in path)
+        if named and named[0][0]:
+            self._trees[named] = of_modules
+
+    def among(self, leaves: Sequence[tuple[Any, Any]]) -> set[int]:
+        """The indices of parameters among the arrays of a program's arguments, given with their tree paths."""
+        types = [_type(x) for _, x in leaves]
+        places = {(_names(path), kind): i for i, ((path, _), kind) in enumerate(zip(leaves, types, strict=True))}
+        found: set[int] = set()
+        for tree, of_modules in self._trees.items():
+            found |= _by_name(tree, places)
+            if of_modules:
+                found |= _in_order([kind for _, kind in tree], types)
+        return found
+
+
+def _by_name(tree: Sequence[tuple[tuple[str, ...], Type]], places: dict[tuple[tuple[str, ...], Type], int]) -> set[int]:
+    (first, kind), found = tree[0], set[int]()
+    for names, candidate in places:
+        prefix = names[: len(names) - len(first)]
+        # Within one argument: two arrays (A, b) that happen to have the shapes of a tuple (w, b) are not parameters.
+        if candidate != kind or names[len(prefix) :] != first or len(prefix) < 2:
+            continue
+        here = [places.get(((*prefix, *path), kind)) for path, kind in tree]
+        found |= set() if None in here else {i for i in here if i is not None}
+    return found
+
+
+def _in_order(wanted: Sequence[Type], types: Sequence[Type]) -> set[int]:
+    if len(wanted) < 2:  # any matrix of that shape would match
+        return set()
+    rest = iter(enumerate(types))
+    found = [next((i for i, kind in rest if kind == one), None) for one in wanted]
+    return set() if None in found else {i for i in found if i is not None}
+
+
+def _names(path: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def _type(x: Any) -> Type:
+    return tuple(np.shape(x)), x.dtype

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from mpjax.launcher import hooks
-from mpjax.launcher.options import Options
+from mpjax.launcher.hooks import Options
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from mpjax.launcher import notebooks, tracebacks
+from mpjax.launcher import hooks
 
 
 class Shell:
@@ -29,11 +29,11 @@ def shell(monkeypatch):
 
 def test_a_cell_ends_with_the_summary_and_errors_show_no_frame_of_mpjax(shell, monkeypatch):
     calls = []
-    notebooks.attach(lambda: calls.append(None))
+    hooks.attach(lambda: calls.append(None))
     ((event, callback),) = shell.callbacks
     callback("the result of a cell")
     assert (event, len(calls)) == ("post_run_cell", 1)
-    monkeypatch.setattr(tracebacks, "_is_ours", lambda entry: entry.tb_frame.f_code.co_name == "launcher")
+    monkeypatch.setattr(hooks, "_is_ours", lambda entry: entry.tb_frame.f_code.co_name == "launcher")
 
     def launcher(call):
         call()
@@ -56,4 +56,4 @@ def test_a_cell_ends_with_the_summary_and_errors_show_no_frame_of_mpjax(shell, m
 
 def test_nothing_happens_outside_of_ipython(monkeypatch):
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    notebooks.attach(None)
+    hooks.attach(None)
