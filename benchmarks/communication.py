@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 import mpjax
 from benchmarks import commands
 from benchmarks.training.target import NO_PLUGIN, TARGETS
-from mpjax.inspection.audit.communication import collectives
+from mpjax.inspection.auditing.communication import collectives
 
 LAYOUTS = ("data parallel", "FSDP", "FSDP × TP", "FSDP, scan")
 FORMS = ("float32", "by hand", "autocast", "with_policy")

@@ -23,9 +23,9 @@ from benchmarks import commands
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.training.target import NO_PLUGIN, TARGETS
 from benchmarks.training.traffic import HALF, bytes_of, kernels
-from mpjax.inspection.audit.communication import collectives
-from mpjax.inspection.profile import hlo
-from mpjax.inspection.profile.hlo import HloModule
+from mpjax.inspection.auditing.communication import collectives
+from mpjax.inspection.profiling import hlo
+from mpjax.inspection.profiling.hlo import HloModule
 from perf.memory import program_bytes
 from perf.results import previous
 

@@ -18,7 +18,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from benchmarks.loss_scaling_forms import Form, Loss, forms
-from mpjax.inspection.audit.communication import collectives
+from mpjax.inspection.auditing.communication import collectives
 
 DEVICES = 4
 # The forms that shard: the step without loss scaling, twice, and the step with mpjax's.

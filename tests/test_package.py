@@ -34,7 +34,7 @@ p = jnp.ones(2, jnp.float16); s = tx.init(p)
 mpjax.apply_gradients(tx, mpjax.grad(lambda p: p.sum(), s)(p), s, p)
 seen["libraries"] = [m for m in ("flax", "haiku", "equinox") if m in sys.modules]
 
-import mpjax.inspection.audit.matmuls, mpjax.inspection.numerics.report, mpjax.inspection.profile.hlo
+import mpjax.inspection.auditing.matmuls, mpjax.inspection.ranges.report, mpjax.inspection.profiling.hlo
 names = [n for n in dir(mpjax.inspection) if n in dir(mpjax) and n[0] != "_"]
 seen["shadowed"] = [n for n in names if isinstance(getattr(mpjax.inspection, n), types.ModuleType)]
 seen["functions"] = "audit" in names and callable(mpjax.audit)

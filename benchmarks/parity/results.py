@@ -10,7 +10,7 @@ from benchmarks import commands
 from benchmarks.parity.families import FAMILIES
 from benchmarks.parity.family import Family
 from mpjax.inspection import ParityReport
-from mpjax.inspection.parity.statistics import rounded
+from mpjax.inspection.comparison.statistics import rounded
 
 Row = dict[str, Any]
 SIGNS = {"equal": "=", "small": "≈", "better": "better", "worse": "**worse**", "unclear": "?"}

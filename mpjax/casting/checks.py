@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.casting.classify import BY_PRECISION, OPAQUE
-from mpjax.casting.explain import Row, rows_of
 from mpjax.casting.plan import Plan
+from mpjax.casting.rows import Row, rows_of
 from mpjax.casting.rules import UnusedRuleWarning
 from mpjax.casting.setting import Setting
 from mpjax.policy import HALF_DTYPES, Policy

@@ -7,28 +7,28 @@ from mpjax.inspection.tools import CLASSES as _CLASSES
 from mpjax.inspection.tools import FUNCTIONS as _FUNCTIONS
 
 if _typing.TYPE_CHECKING:
-    from mpjax.inspection.audit.audit import PrecisionReport as PrecisionReport
-    from mpjax.inspection.audit.audit import audit as audit
+    from mpjax.inspection.auditing.audit import PrecisionReport as PrecisionReport
+    from mpjax.inspection.auditing.audit import audit as audit
+    from mpjax.inspection.comparison.parity import MakeTraining as MakeTraining
+    from mpjax.inspection.comparison.parity import ParityReport as ParityReport
+    from mpjax.inspection.comparison.parity import Training as Training
+    from mpjax.inspection.comparison.parity import parity as parity
     from mpjax.inspection.explanation import Explanation as Explanation
     from mpjax.inspection.explanation import explain as explain
-    from mpjax.inspection.layerwise.layerwise import LayerwiseReport as LayerwiseReport
-    from mpjax.inspection.layerwise.layerwise import layerwise_error as layerwise_error
+    from mpjax.inspection.layer_errors import LayerwiseReport as LayerwiseReport
+    from mpjax.inspection.layer_errors import layerwise_error as layerwise_error
     from mpjax.inspection.nonfinite.find_nonfinite import NonFinite as NonFinite
     from mpjax.inspection.nonfinite.find_nonfinite import find_nonfinite as find_nonfinite
-    from mpjax.inspection.numerics.numerics import NumericsReport as NumericsReport
-    from mpjax.inspection.numerics.numerics import numerics as numerics
-    from mpjax.inspection.parity.parity import MakeTraining as MakeTraining
-    from mpjax.inspection.parity.parity import ParityReport as ParityReport
-    from mpjax.inspection.parity.parity import Training as Training
-    from mpjax.inspection.parity.parity import parity as parity
-    from mpjax.inspection.profile.profile import ProfileReport as ProfileReport
-    from mpjax.inspection.profile.profile import profile as profile
-    from mpjax.inspection.search.search import SearchReport as SearchReport
-    from mpjax.inspection.search.search import search as search
-    from mpjax.inspection.watch.watch import Watch as Watch
-    from mpjax.inspection.watch.watch import WatchRecord as WatchRecord
-    from mpjax.inspection.watch.watch import WatchState as WatchState
-    from mpjax.inspection.watch.watch import watch as watch
+    from mpjax.inspection.profiling.profile import ProfileReport as ProfileReport
+    from mpjax.inspection.profiling.profile import profile as profile
+    from mpjax.inspection.ranges.numerics import NumericsReport as NumericsReport
+    from mpjax.inspection.ranges.numerics import numerics as numerics
+    from mpjax.inspection.searching import SearchReport as SearchReport
+    from mpjax.inspection.searching import search as search
+    from mpjax.inspection.watching import Watch as Watch
+    from mpjax.inspection.watching import WatchRecord as WatchRecord
+    from mpjax.inspection.watching import WatchState as WatchState
+    from mpjax.inspection.watching import watch as watch
 else:
     __all__ = sorted([*_FUNCTIONS, *_CLASSES])
     __getattr__, __dir__ = _lazy(__name__, _FUNCTIONS | _CLASSES)

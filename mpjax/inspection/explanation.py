@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mpjax.casting.autocast import planned_call
-from mpjax.casting.explain import Row, rows_of, unseen_of
 from mpjax.casting.plan import Plan
+from mpjax.casting.rows import Row, rows_of, unseen_of
 from mpjax.inspection.reports import Report, Section, short_dtypes, totals
 from mpjax.program.formats import NAMES
 from mpjax.program.source import FORWARD

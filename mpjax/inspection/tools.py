@@ -66,7 +66,7 @@ _SHARE = "exit with 1 if less than this share of the FLOPs is half"
 TOOLS = (
     Tool(
         "audit",
-        "mpjax.inspection.audit.audit",
+        "mpjax.inspection.auditing.audit",
         "Is half precision really on? Which layer is not in half? What may go wrong there?",
         (*CALL, _DEVICE, Option("--min-half", _SHARE, type=float, metavar="SHARE")),
         ("PrecisionReport",),
@@ -80,21 +80,21 @@ TOOLS = (
     ),
     Tool(
         "numerics",
-        "mpjax.inspection.numerics.numerics",
+        "mpjax.inspection.ranges.numerics",
         "Does float16 lose my gradients? Which loss scale do I need?",
         (*_LOSS, Option("--dtype", "the half dtype", default="float16", choices=("float16", "bfloat16"))),
         ("NumericsReport",),
     ),
     Tool(
         "layerwise_error",
-        "mpjax.inspection.layerwise.layerwise",
+        "mpjax.inspection.layer_errors",
         "Where do half results differ from float32?",
         _LOSS,
         ("LayerwiseReport",),
     ),
     Tool(
         "search",
-        "mpjax.inspection.search.search",
+        "mpjax.inspection.searching",
         "Which modules must stay in float32?",
         (*_LOSS, Option("--budget", "the largest relative error of the gradients", type=float, default=0.01)),
         ("SearchReport",),
@@ -108,7 +108,7 @@ TOOLS = (
     ),
     Tool(
         "profile",
-        "mpjax.inspection.profile.profile",
+        "mpjax.inspection.profiling.profile",
         "Why is it not faster?",
         (
             *CALL,
@@ -120,7 +120,7 @@ TOOLS = (
     ),
     Tool(
         "parity",
-        "mpjax.inspection.parity.parity",
+        "mpjax.inspection.comparison.parity",
         "Does half precision hurt my training?",
         (
             Option(
@@ -138,7 +138,7 @@ TOOLS = (
     ),
 )
 # `watch` runs inside a training step, so it is not a command.
-_WATCH = "mpjax.inspection.watch.watch"
+_WATCH = "mpjax.inspection.watching"
 FUNCTIONS = {tool.name: tool.module for tool in TOOLS} | {"watch": _WATCH}
 CLASSES = {name: tool.module for tool in TOOLS for name in tool.classes}
 CLASSES |= dict.fromkeys(("Watch", "WatchRecord", "WatchState"), _WATCH)

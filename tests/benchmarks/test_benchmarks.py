@@ -20,7 +20,7 @@ from benchmarks.training.tables import dry_run_table, hand_written, ratio
 from benchmarks.training.target import TARGETS
 from benchmarks.training.worker import measure
 from mpjax.inspection.devices import DEVICES
-from mpjax.inspection.profile.hlo import HloModule
+from mpjax.inspection.profiling.hlo import HloModule
 from perf.environment import versions
 from testing import cheap_keys
 from testing.gpu_program import GPU_PROGRAM

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import communication
 from benchmarks.training.target import TARGETS
-from mpjax.inspection.audit.communication import collectives
+from mpjax.inspection.auditing.communication import collectives
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 import mpjax
 from benchmarks.training.target import TARGETS, placed
 from mpjax import Rules
-from mpjax.inspection.profile.hlo import HloModule
+from mpjax.inspection.profiling.hlo import HloModule
 from mpjax.kernels.tpu import unfused
 from mpjax.program import compat
 from testing import measures

@@ -48,7 +48,7 @@ def test_unknown_flag_is_named(make):
 
 
 def test_evidence_names_the_modules_of_a_script(make, compared):
-    from mpjax.inspection.parity.evidence import evidence_of
+    from mpjax.inspection.comparison.evidence import evidence_of
 
     _, report = compared
     found = evidence_of(make, SCALED, "float32", report.runs_of(SCALED), report.runs_of("float32"))

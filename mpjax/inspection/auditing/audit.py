@@ -1,0 +1,198 @@
+"""`audit`: the precision of each operation of a function, from its trace alone."""
+
+from __future__ import annotations
+
+import collections
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+
+from mpjax.casting.attention.kernel import Trial
+from mpjax.inspection.auditing.communication import Collective, collectives_of_call, device_count
+from mpjax.inspection.auditing.dataflow import Flow, Value, flow_of, residuals_of
+from mpjax.inspection.auditing.matmuls import casts_of, findings_of, matmuls_of
+from mpjax.inspection.auditing.report import PrecisionReport as PrecisionReport
+from mpjax.inspection.auditing.risks import Risk, risks_of
+from mpjax.inspection.devices import device_of
+from mpjax.inspection.gradient import argument_names
+from mpjax.inspection.reports import reason, totals
+from mpjax.loss_scale.usage import unscaled_updates
+from mpjax.program import compat, contexts
+from mpjax.program.graph import Site, not_entered, owners_of, walk
+from mpjax.program.interpreter import is_float
+from mpjax.program.source import BACKWARD, FORWARD
+from mpjax.program.tracing import TracedCall, traced_call
+
+
+def audit(
+    fun: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    device: str | None = None,
+    min_half: float | None = None,
+) -> PrecisionReport:
+    """Reports the precision of matmuls and convolutions, what keeps them off Tensor Cores, and where half is risky.
+
+    The call is traced, not run. If its arguments are sharded over several devices, or it contains a `shard_map`, it is
+    also compiled for those devices to find their collectives, which can take minutes.
+
+    FLOPs are counted for matmuls and convolutions on real floating-point numbers, by the dtype of their operands, over
+    all devices. A multiply-add is two FLOPs. A `scan` counts all its iterations, a `while` one iteration, and a `cond`
+    all its branches. Modules come from named scopes (Flax Linen's, Haiku's, `jax.named_scope`).
+
+    Args:
+        fun: Any JAX function: a loss, a gradient, a whole train step. It may use autocast, explicit half or float32.
+        *args: The arguments of the call. `jax.ShapeDtypeStruct`s can replace arrays, and NNX and Equinox modules are
+            supported. Arguments that are not arrays are passed through unchanged.
+        kwargs: Keyword arguments of the call.
+        device: The device in "Speed at most", as `PrecisionReport.speedup_bound` takes it; None for all known devices.
+        min_half: The least share of the FLOPs in half, for `PrecisionReport.failure` and the command's exit status.
+
+    Returns:
+        A `PrecisionReport`: `print` it, read its `flops`, `half_share`, `findings` and `risks`, write it with
+        `to_html`, `to_json` or `to_csv`, or call `assert_half()` in a test.
+
+    Raises:
+        ValueError: The peak rates of `device` are not known.
+        Exception: Any error that `fun` raises while it is traced.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> def loss_fn(w, x):
+        ...     return jnp.mean(jax.nn.relu(x @ w) @ w)
+        >>> w = x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+        >>> mpjax.audit(mpjax.autocast(jax.grad(loss_fn)), w, x).half_share
+        1.0
+        >>> [(found.kind, found.share) for found in mpjax.audit(loss_fn, w, x).findings]
+        [('dtype', 1.0)]
+
+    Source: the checks are those of NVIDIA's DLProf and PyProf, and of its guide "Train With Mixed Precision".
+    """
+    kwargs = dict(kwargs or {})
+    # An unknown device raises before the program is traced.
+    tpu = device_of(device).is_tpu if device is not None else compat.platform() == "tpu"
+    with unscaled_updates() as scales:
+        program = traced_call(fun, args, kwargs)
+    owners = owners_of(program.jaxpr, argument_names(program, args, kwargs))
+    sites = list(walk(program.jaxpr, owners=owners))
+    flow = flow_of(program.jaxpr, owners)
+    matmuls = matmuls_of(sites)
+    residuals, notes = _residuals(program, flow, sites)
+    scores = 0 if tpu else _scores(fun, args, kwargs, residuals, sites)
+    communication, unknown = _communication(fun, args, kwargs, sites)
+    devices = max([device_count((args, kwargs)), *(site.devices for site in sites)])
+    return PrecisionReport(
+        name=getattr(fun, "__name__", type(fun).__name__),
+        matmuls=matmuls,
+        findings=findings_of(matmuls, tpu),
+        risks=(*_unscaled(scales, sites), *risks_of(flow)),
+        residuals=None if residuals is None else totals((v.aval.dtype.name, v.bytes) for v in residuals if v.bytes),
+        scores=scores,
+        casts=casts_of(sites),
+        notes=(*notes, *unknown, *_notes(sites)),
+        communication=communication,
+        devices=devices,
+        device=device or "",
+        min_half=min_half,
+        tpu=tpu,
+    )
+
+
+def _unscaled(scales: list[float], sites: list[Site]) -> list[Risk]:
+    """The risk of a training step that updates by a loss scale, and scales no gradient."""
+    if not scales or all(site.phase == FORWARD for site in sites):
+        return []
+    why = f"no gradient is scaled by the optimizer's loss scale of {max(scales):g}: use mpjax.value_and_grad"
+    return [Risk("unscaled", "", "", "loss_scale", "float16", (BACKWARD,), 1, why)]
+
+
+def _communication(
+    fun: Callable[..., Any], args: Any, kwargs: Any, sites: list[Site]
+) -> tuple[tuple[Collective, ...] | None, list[str]]:
+    """The collectives of a call, or None for one device; and a note if they could not be determined."""
+    if device_count((args, kwargs)) == 1 and not any(site.name in ("shard_map", "xla_pmap") for site in sites):
+        return None, []
+    try:
+        return collectives_of_call(fun, args, kwargs), []
+    except Exception as error:  # such as a mesh of devices that this machine does not have
+        return None, [f"communication is not known, because the program can't be compiled here: {reason(error)}"]
+
+
+def _residuals(program: TracedCall, flow: Flow, sites: list[Site]) -> tuple[list[Value] | None, list[str]]:
+    """What is kept for the backward pass. For a function without a backward pass, its gradient is traced."""
+    if any(site.phase != FORWARD for site in sites):
+        return list(residuals_of(flow)), []
+    gradient = _gradient(program)
+    if gradient is None:
+        return None, [
+            "its gradient was not inspected: the first positional argument or the results have no real numbers"
+        ]
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.arrays]
+    try:
+        traced = compat.trace(gradient, *shapes)
+    except Exception as error:  # custom derivative rules may raise any error
+        return None, [f"the function has no gradient: {reason(error)}"]
+    return list(residuals_of(flow_of(traced))), ["kept for the backward pass: for the gradient of the first argument"]
+
+
+def _scores(fun: Callable[..., Any], args: Any, kwargs: Any, residuals: list[Value] | None, sites: list[Site]) -> int:
+    """Residual bytes that fused attention does not keep: the call is traced again with it."""
+    if not residuals or not {"exp", "dot_general"} <= {site.name for site in sites}:
+        return 0
+    trial = Trial("fused" if compat.platform() in ("cuda", "gpu") else "xla")
+    with contexts.attention_trial(trial), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # The first trace has warned.
+        program = traced_call(fun, args, kwargs)
+    owners = owners_of(program.jaxpr, argument_names(program, args, kwargs))
+    fused, _ = _residuals(program, flow_of(program.jaxpr, owners), list(walk(program.jaxpr, owners=owners)))
+    # Arrays with an element for each score of an attention that is fused, for all layers of a scan or all devices.
+    kept, needed = (
+        collections.Counter(v.bytes for v in values if any(v.aval.size % count == 0 for count in trial.scores))
+        for values in (residuals, fused or residuals)
+    )
+    return sum((kept - needed).elements())
+
+
+def _gradient(program: TracedCall) -> Callable[..., Any] | None:
+    """The gradient of a traced function with respect to its first argument.
+
+    If the first result is a scalar, it is the loss and the other results are auxiliary. Otherwise all results count.
+    """
+    opened = compat.open_jaxpr(program.jaxpr)
+    first = [
+        i for i, name in enumerate(program.names) if name.startswith("[0][0]") and is_float(opened.jaxpr.invars[i])
+    ]
+    outs = [i for i, v in enumerate(opened.jaxpr.outvars) if is_float(v)]
+    if not first or not outs:
+        return None
+    if outs[0] == 0 and not opened.jaxpr.outvars[0].aval.shape:
+        outs = outs[:1]
+    call = jax.extend.core.jaxpr_as_fun(program.jaxpr)
+
+    def gradient(*arrays: Any) -> Any:
+        def results(chosen: list[Any]) -> list[Any]:
+            filled = list(arrays)
+            for i, x in zip(first, chosen, strict=True):
+                filled[i] = x
+            outputs = call(*filled)
+            return [outputs[i] for i in outs]
+
+        values, pullback = jax.vjp(results, [arrays[i] for i in first])
+        return pullback([jnp.ones_like(value) for value in values])
+
+    return gradient
+
+
+def _notes(sites: list[Site]) -> Iterator[str]:
+    """The limits of the figures for this program."""
+    around = {name for site in sites if site.flops for name in site.inside}
+    if "while" in around:
+        yield "a while loop with matmuls counts as one iteration: its length is not known before it runs"
+    if "cond" in around:
+        yield "all branches of a cond count, though only one runs"
+    for place in not_entered(sites):
+        yield f"not inspected: {place}"

@@ -1,0 +1,309 @@
+"""The report of an audit: the precision of each operation of a program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from mpjax.inspection.auditing.communication import Collective, communication_section
+from mpjax.inspection.auditing.matmuls import MEANINGS as MATMUL_MEANINGS
+from mpjax.inspection.auditing.matmuls import ON_TPU as TPU_MEANINGS
+from mpjax.inspection.auditing.matmuls import Finding, Matmul, SpeedupBound, speedup_bound
+from mpjax.inspection.auditing.risks import MEANINGS as RISK_MEANINGS
+from mpjax.inspection.auditing.risks import Risk
+from mpjax.inspection.devices import DEVICES, device_of
+from mpjax.inspection.reports import Report, Section, added_up, amount, duration, folded, totals
+from mpjax.program.source import BACKWARD, FORWARD, RECOMPUTED
+
+_PHASES = (FORWARD, RECOMPUTED, BACKWARD)
+_USUAL_DEVICES = 7  # data center GPUs; --all prints the rest of the table
+# Short names for narrow table columns.
+_OPS = {
+    "conv_general_dilated": "conv",
+    "dot_general": "dot",
+    "ragged_dot_general": "ragged_dot",
+    "convert_element_type": "cast",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionReport(Report):
+    """The precision of a program's matmuls, convolutions and casts. `print` it, or read its fields.
+
+    Args:
+        name: The function's name.
+        matmuls: Matmuls and convolutions by module, line, shapes and dtypes.
+        findings: Why some of them do not use Tensor Cores, or not at full speed.
+        risks: Half operations that need float32's range or digits.
+        residuals: Bytes kept for the backward pass, by dtype. For a function that takes no gradient, the bytes that
+            its gradient with respect to the first argument would keep. None if `audit` can't take that gradient.
+        casts: Casts between floating dtypes, `"float32→float16"`: their count, and the bytes they read and write.
+        notes: The limits of the figures.
+        communication: Collectives between devices; None for a program on one device.
+        devices: Number of devices that run the program.
+        device: The device in "Speed at most", as `speedup_bound` takes it; empty for all known devices.
+        min_half: The share of FLOPs in half below which `failure` is not empty; None for none.
+        tpu: Whether it runs on a TPU, which multiplies float32 in bfloat16 passes.
+        scores: Bytes of `residuals` that are scores of attention, which `Rules(attention="fused")` doesn't keep.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> w, x = (jax.ShapeDtypeStruct((256, 256), jnp.float32),) * 2
+        >>> report = mpjax.audit(mpjax.autocast(lambda w, x: jnp.sum((x @ w) @ w)), w, x)
+        >>> report.flops, report.half_share
+        ({'float16': 67108864}, 1.0)
+    """
+
+    name: str
+    matmuls: tuple[Matmul, ...]
+    findings: tuple[Finding, ...]
+    risks: tuple[Risk, ...]
+    residuals: dict[str, int] | None
+    casts: dict[str, tuple[int, int]]
+    notes: tuple[str, ...] = ()
+    communication: tuple[Collective, ...] | None = None
+    devices: int = 1
+    device: str = ""
+    min_half: float | None = None
+    tpu: bool = False
+    scores: int = 0
+
+    main = "matmuls"
+    derived = "flops flops_by_phase half_share speedup_bounds"
+
+    @property
+    def title(self) -> str:
+        """The report's title."""
+        return f"Precision of {self.name}"
+
+    @property
+    def flops(self) -> dict[str, int]:
+        """FLOPs of matmuls and convolutions by the dtype of their operands, on all devices together."""
+        return _flops_by_dtype(self.matmuls)
+
+    @property
+    def flops_by_phase(self) -> dict[str, dict[str, int]]:
+        """`flops` of the forward pass, of recomputed forward operations, and of the backward pass."""
+        return {phase: _flops_by_dtype(row for row in self.matmuls if row.phase == phase) for phase in _PHASES}
+
+    @property
+    def half_share(self) -> float:
+        """The share of `flops` with half or float8 operands; 0 if there are no FLOPs."""
+        total = sum(row.flops for row in self.matmuls)
+        return sum(row.flops for row in self.matmuls if row.is_half) / total if total else 0.0
+
+    def speedup_bound(self, device: str) -> SpeedupBound:
+        """Bounds the speedup of half over float32, from the FLOPs of matmuls and convolutions.
+
+            least time = Σ FLOPs / peak FLOP/s of the dtype
+            speedup   ≤ max(least time in float32 / least time as written, 2)    by Amdahl's law: matmuls gain at most
+                                                                                 that, and memory traffic at most 2
+
+        Without half there is no gain. A matmul that is not in half gets no faster.
+
+        Args:
+            device: One of `mpjax.inspection.devices.DEVICES`, or a `device_kind` of JAX that names one.
+
+        Raises:
+            ValueError: The device's peak rates are not known. The message lists the known devices.
+
+        Source: Amdahl, 1967; peak rates from their makers.
+        """
+        return speedup_bound(self.matmuls, self.devices, device_of(device))
+
+    def assert_half(self, min_share: float = 0.99) -> None:
+        """Fails unless matmuls and convolutions run in half. Meant for a project's tests.
+
+        Args:
+            min_share: The minimum share of their FLOPs that must have half operands.
+
+        Raises:
+            AssertionError: The share is smaller. The message lists the matmuls not in half, largest share first.
+        """
+        if not self.matmuls:
+            raise AssertionError(f"{self.name} has no matmul or convolution, so none is in half.")
+        if self.half_share >= min_share:
+            return
+        total = sum(row.flops for row in self.matmuls)
+        offenders = sorted((row for row in self.matmuls if not row.is_half), key=lambda row: -row.flops)
+        lines = [
+            f"{row.flops / total:6.1%}  {row.op} {_shape(row.lhs)} · {_shape(row.rhs)} in {row.dtype}, "
+            f"{row.module or '-'} {row.source}"
+            for row in offenders
+        ]
+        raise AssertionError(
+            f"{self.half_share:.2%} of the matmul and convolution FLOPs of {self.name} are in half, less than "
+            f"{min_share:.2%}. Not in half:\n" + "\n".join(lines)
+        )
+
+    def failure(self) -> str:
+        """The matmuls not in half if the half share is below `min_half`; empty otherwise."""
+        try:
+            if self.min_half is not None:
+                self.assert_half(self.min_half)
+        except AssertionError as error:
+            return str(error)
+        return ""
+
+    def sections(self) -> list[Section]:
+        """The sections of the printed report."""
+        kept = [*_residual_lines(self.residuals, self.devices), *self._score_lines()]
+        memory = Section("Memory and casts", "\n".join([*kept, *_cast_lines(self.casts)]))
+        notes = [Section("Notes", "\n".join(self.notes))] if self.notes else []
+        sent = [] if self.communication is None else [communication_section(self.communication)]
+        if not self.matmuls:
+            return [Section(self.title, "no matmul or convolution"), self._risks(), memory, *sent, *notes]
+        return [self._flops(), self._findings(), self._risks(), self._places(), memory, *sent, self._speed(), *notes]
+
+    def _score_lines(self) -> list[str]:
+        """What fused attention would save."""
+        if not self.scores or not self.residuals:
+            return []
+        kept = f"{amount(self.scores, 'B')} of {amount(sum(self.residuals.values()), 'B')}"
+        return [f"scores: {kept}; Rules(attention='fused') stores none on CUDA"]
+
+    def _flops(self) -> Section:
+        phases = self.flops_by_phase
+        total = sum(self.flops.values())
+        rows = [
+            (dtype, *(_cell(phases[phase].get(dtype, 0)) for phase in _PHASES), f"{flops / total:.1%}")
+            for dtype, flops in sorted(self.flops.items(), key=lambda pair: -pair[1])
+        ]
+        of_all = amount(total, "FLOP")
+        if self.devices > 1:
+            of_all += f" in total on {self.devices} devices ({amount(total / self.devices, 'FLOP')} per device)"
+        lines = list(dict.fromkeys(risk.why for risk in self.risks if risk.kind == "unscaled"))
+        lines += [f"matmuls and convolutions: {of_all}, {self.half_share:.1%} in half", *self._to_do()]
+        return Section(self.title, "\n".join(lines), f"operands|>{'|>'.join(_PHASES)}|>share", rows)
+
+    def _to_do(self) -> list[str]:
+        """The most important results: the matmuls not in half and the most severe risks."""
+        lines = []
+        total = sum(row.flops for row in self.matmuls)
+        if self.tpu:
+            passes = sum(row.flops * row.passes for row in self.matmuls) / total
+            lines.append(
+                "on a TPU half saves memory, traffic and communication. A float32 matmul takes one bfloat16 pass at "
+                f"JAX's default precision, 6 at HIGHEST; here {passes:.2g} passes on average"
+            )
+        others = totals((row.module or row.source, row.flops) for row in self.matmuls if not row.is_half)
+        if 0 < sum(others.values()) < total:
+            most = sorted(others.items(), key=lambda pair: -pair[1])[:3]
+            lines.append("not in half: " + ", ".join(f"{place} ({flops / total:.1%})" for place, flops in most))
+        elif others:
+            lines.append("nothing is in half: mpjax.autocast or mpjax.with_policy runs it in half")
+        if self.risks:
+            kinds = ", ".join(dict.fromkeys(risk.kind for risk in self.risks))
+            several = "risks" if len(self.risks) > 1 else "risk"
+            lines.append(f"{len(self.risks)} {several} in half, the most serious first: {kinds}")
+        return lines
+
+    def _places(self) -> Section:
+        names = folded(row.module for row in self.matmuls)
+        places = added_up(
+            ((names[row.module], row.source, row.op, row.dtype), _by_pass(row))
+            for row in sorted(self.matmuls, key=lambda row: -row.flops)
+        )
+        rows = [
+            (module or "-", source, _OPS.get(op, op), dtype, *map(_cell, flops))
+            for (module, source, op, dtype), flops in sorted(places.items(), key=lambda pair: -sum(pair[1]))
+        ]
+        columns = "module|line|op|operands|>forward|>backward"
+        return Section("By module and line", "", columns, rows)
+
+    def _findings(self) -> Section:
+        title = "Not in one bfloat16 pass" if self.tpu else "Not on Tensor Cores, or not at their speed"
+        if not self.findings:
+            return Section(title, "nothing")
+        rows = [
+            (first.kind, where, _OPS.get(first.op, first.op), f"{sum(f.share for f in alike):.1%}", first.why)
+            for first, where, alike in _alike(self.findings, lambda f: (f.kind, f.op, f.why))
+        ]
+        text = _legend(TPU_MEANINGS if self.tpu else MATMUL_MEANINGS, self.findings)
+        return Section(title, text, "kind|where|op|>FLOPs|why", rows)
+
+    def _risks(self) -> Section:
+        if not self.risks:
+            return Section("Risks in half", "none")
+        rows = [
+            (
+                risk.kind,
+                where,
+                _OPS.get(risk.op, risk.op),
+                risk.dtype,
+                "" if risk.why == RISK_MEANINGS[risk.kind] else risk.why,
+            )
+            for risk, where, _ in _alike(self.risks, lambda r: (r.kind, r.op, r.dtype, r.why))
+        ]
+        text = _legend(RISK_MEANINGS, self.risks)
+        return Section("Risks in half", text, "kind|where|op|dtype|why", rows)
+
+    def _speed(self) -> Section:
+        rows = [
+            (name, duration(bound.least), f"{bound.speedup:.1f}×", duration(bound.least_half), f"{bound.limit:.1f}×")
+            for name, bound in self.speedup_bounds.items()
+        ]
+        text = (
+            "relative to float32 (TF32 where available), by Amdahl's law: matmuls at the peak rates; memory traffic "
+            "gains at most 2×. No execution is faster than the least time."
+        )
+        columns = "device|>least time|>speedup|>least time in half|>speedup in half"
+        return Section("Speed at most", text, columns, rows, shown=_USUAL_DEVICES)
+
+    @property
+    def speedup_bounds(self) -> dict[str, SpeedupBound]:
+        """`speedup_bound` of the chosen device, or of all known ones, by name."""
+        found = [self.speedup_bound(name) for name in ([self.device] if self.device else DEVICES)]
+        return {bound.device: bound for bound in found}
+
+
+def _flops_by_dtype(rows: Iterable[Matmul]) -> dict[str, int]:
+    return totals((row.dtype, row.flops) for row in rows)
+
+
+def _by_pass(row: Matmul) -> tuple[int, int]:
+    """FLOPs of the forward pass, and of the backward pass with its recomputation."""
+    return (row.flops, 0) if row.phase == FORWARD else (0, row.flops)
+
+
+def _cell(flops: int) -> str:
+    return amount(flops, "FLOP") if flops else ""
+
+
+Faults = TypeVar("Faults", Finding, Risk)
+
+
+def _alike(faults: Iterable[Faults], key: Callable[[Faults], Any]) -> Iterator[tuple[Faults, str, list[Faults]]]:
+    """Groups faults that differ only in location: the first, its location and the number of others, and all."""
+    merged: dict[Any, list[Faults]] = {}
+    for fault in faults:
+        merged.setdefault(key(fault), []).append(fault)
+    for alike in merged.values():
+        first = alike[0]
+        more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+        yield first, f"{first.module} {first.source}".strip() + more, alike
+
+
+def _legend(meanings: Mapping[str, str], faults: Iterable[Finding | Risk]) -> str:
+    kinds = {fault.kind for fault in faults}
+    return "\n".join(f"{kind}: {meaning}" for kind, meaning in meanings.items() if kind in kinds)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape)) or "scalar"
+
+
+def _residual_lines(residuals: dict[str, int] | None, devices: int) -> list[str]:
+    if residuals is None:
+        return ["kept for the backward pass: not known, see the notes"]
+    by_dtype = ", ".join(
+        f"{amount(size, 'B')} {dtype}" for dtype, size in sorted(residuals.items(), key=lambda pair: -pair[1])
+    )
+    size = amount(sum(residuals.values()), "B") + (f" ({by_dtype})" if by_dtype else "")
+    return [f"kept for the backward pass: {size}" + (", in shard_map of one device" if devices > 1 else "")]
+
+
+def _cast_lines(casts: dict[str, tuple[int, int]]) -> list[str]:
+    parts = [f"{count} {name} ({amount(size, 'B')})" for name, (count, size) in casts.items()]
+    return [f"casts: {', '.join(parts) or 'none'}"]

@@ -1,0 +1,261 @@
+"""Half operations that need float32's range or digits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpjax.inspection.auditing.dataflow import INPUT, Flow, Known, Node, Value, known_values
+from mpjax.program import compat
+from mpjax.program.graph import Site
+from mpjax.program.interpreter import is_half
+from mpjax.program.primitives import primitive
+
+# Most severe first: inf, NaN or wrong results before lost digits.
+MEANINGS = {
+    "unscaled": "the loss scale is applied to nothing: small float16 gradients are lost",
+    "overflow": "a finite constant becomes infinite",
+    "epsilon": "a constant that guards against zero becomes zero",
+    "ids": "distinct whole numbers become equal",
+    "update": "an update that is smaller than half's last place of the value is lost: keep float32 master weights",
+    "loss": "a scalar result, whose small changes and range need float32",
+    "softmax": "its exp and its sum need float32",
+    "exp": "overflows float16 from 11.1 on, and has 3 digits (bfloat16: 2)",
+    "log": "loses accuracy near its zero and its pole",
+    "pow": "is an exp of a log, or has poles",
+    "sum": "rounding grows with the number of terms; float16 overflows at 65504",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Risk:
+    """Operations of one line of the program that half precision may make inaccurate.
+
+    Args:
+        kind: `"unscaled"`: a loss scale that no gradient uses;
+            `"exp"`, `"log"`, `"pow"`, `"sum"`, `"softmax"`, `"loss"`: computed in half;
+            `"overflow"`: a finite constant (an additive mask) becomes infinite in half;
+            `"epsilon"`: a constant becomes zero in half;
+            `"update"`: a value is stored in half and changed by small amounts (weights, a moving average);
+            `"ids"`: integer identifiers that become equal in half.
+        module, source, op: The module path, the line and the primitive.
+        dtype: The half dtype.
+        phases: A subset of `"forward"`, `"backward"`, `"recomputed"`.
+        count: Number of executions.
+        why: The possible failure.
+    """
+
+    kind: str
+    module: str
+    source: str
+    op: str
+    dtype: str
+    phases: tuple[str, ...]
+    count: int
+    why: str
+
+
+def risks_of(flow: Flow) -> tuple[Risk, ...]:
+    """The risks of a program, merged by kind, module, line, operation and dtype, the most severe first."""
+    nodes = list(flow.all_nodes())
+    known = known_values(flow)
+    found = [*_operations(nodes), *_loss(flow, nodes)]
+    for node in nodes:
+        found += _constants(node, known)
+    found += _vanished(nodes)
+    found += _updates(flow, known)
+    found += _compared(nodes, known)
+    return _merged(found)
+
+
+RiskySite = tuple[str, Site, str, str]  # kind, site, dtype, why
+
+
+def _operations(nodes: Sequence[Node]) -> Iterator[RiskySite]:
+    """Half operations that need float32. Those of a softmax are reported as one."""
+    risky = [(node, dtype) for node in nodes if (dtype := _risky(node))]
+    maxima = {_place(node.site) for node in nodes if node.site.name == "reduce_max"}
+    softmaxes = {_place(node.site) for node, _ in risky if primitive(node.site.name).risk == "exp"} & maxima
+    makers = {value: node for node in nodes for value in node.writes}
+
+    def of_sum(value: Value) -> bool:
+        """Whether a value is a sum, as in log_softmax, and not a probability."""
+        while value in makers and _passes(makers[value].site):
+            value = makers[value].reads[0]
+        return value in makers and makers[value].site.name == "reduce_sum"
+
+    for node, dtype in risky:
+        name = node.site.name
+        of_softmax = name in ("exp", "reduce_sum") or (name == "log" and of_sum(node.reads[0]))
+        kind = "softmax" if of_softmax and _place(node.site) in softmaxes else primitive(name).risk
+        yield kind, node.site, dtype, MEANINGS[kind]
+
+
+def _passes(site: Site) -> bool:
+    """Whether an operation only moves, repeats or casts."""
+    row = primitive(site.name)
+    return row.moves or row.whole or site.name == "convert_element_type"
+
+
+def _risky(node: Node) -> str:
+    """The half dtype that a risky operation reads; empty for other operations."""
+    if not primitive(node.site.name).risk:
+        return ""
+    # JAX sums over axes of length 1 to drop them.
+    if node.site.name == "reduce_sum" and node.reads[0].aval.size == node.writes[0].aval.size:
+        return ""
+    return next((v.aval.dtype.name for v in node.reads if is_half(v)), "")
+
+
+def _place(site: Site) -> tuple[str, str]:
+    return site.path, site.source
+
+
+def _loss(flow: Flow, nodes: Sequence[Node]) -> Iterator[RiskySite]:
+    """Scalar results in half: a loss or a metric."""
+    makers = {value: node.site for node in nodes for value in node.writes}
+    for value in dict.fromkeys(flow.outputs):
+        if is_half(value) and not value.aval.shape and value in makers:
+            yield "loss", makers[value], value.aval.dtype.name, MEANINGS["loss"]
+
+
+def _constants(node: Node, known: dict[Value, Known]) -> Iterator[RiskySite]:
+    """Constants that overflow, vanish or lose digits in half."""
+    if node.site.name == "convert_element_type":
+        yield from _cast(node, known)
+    elif node.site.name in ("mul", "add", "sub", "div"):
+        for value in node.reads:
+            # JAX has already rounded the constant to the dtype of the half array.
+            if is_half(value) and value.constant is not None and np.isinf(np.asarray(value.constant)).any():
+                why = f"a constant is beyond {value.aval.dtype.name}'s range; jnp.finfo(dtype).min fits"
+                yield "overflow", node.site, value.aval.dtype.name, why
+    elif node.site.name == "iota" and is_half(node.writes[0]):
+        yield from _inexact(node.site, node.writes[0].aval.dtype, known[node.writes[0]])
+
+
+def _cast(node: Node, known: dict[Value, Known]) -> Iterator[RiskySite]:
+    source, target = node.reads[0], node.writes[0]
+    value = known.get(target)
+    if is_half(target) and value and not is_half(source):
+        limits, dtype = compat.finfo(target.aval.dtype), target.aval.dtype.name
+        if math.isfinite(value.largest) and value.largest > float(limits.max):
+            worst = value.low if abs(value.low) == value.largest else value.high
+            why = f"{worst:.4g} is beyond {dtype}'s {float(limits.max):.4g}; jnp.finfo(dtype).min fits"
+            yield "overflow", node.site, dtype, why
+        elif value.constant and value.low and not target.aval.dtype.type(value.low):
+            least = float(limits.smallest_subnormal)
+            why = f"{value.low:.4g} is zero in {dtype} (its smallest positive number is {least:.2g})"
+            yield "epsilon", node.site, dtype, why
+        else:
+            yield from _inexact(node.site, target.aval.dtype, value)
+
+
+def _inexact(site: Site, dtype: Any, value: Known) -> Iterator[RiskySite]:
+    """Ids larger than the integers that a half dtype represents exactly."""
+    exact = _exact(dtype)
+    if value.ids and not value.constant and value.largest > exact:
+        why = f"whole numbers up to {value.largest:.0f}; {dtype.name} holds all up to {exact} only"
+        yield "ids", site, dtype.name, why
+
+
+def _vanished(nodes: Sequence[Node]) -> Iterator[RiskySite]:
+    """Half denominators and logarithms whose epsilon was rounded to zero."""
+    guarded: dict[Value, Site] = {}
+    for node in nodes:
+        name, reads = node.site.name, node.reads
+        if name in ("add", "max") and any(is_half(v) and _is_zero(v) for v in reads):
+            guarded[node.writes[0]] = node.site
+        elif name in ("reshape", "broadcast_in_dim", "convert_element_type", "sqrt") and reads[0] in guarded:
+            guarded[node.writes[0]] = guarded[reads[0]]
+        at_risk = reads[1:2] if name == "div" else reads[:1] if name in ("log", "rsqrt", "sqrt", "pow") else ()
+        for value in at_risk:
+            # max(x, 0) before a square root deliberately guards against negative numbers.
+            if value in guarded and not (name == "sqrt" and guarded[value].name == "max"):
+                why = f"zero in {value.aval.dtype.name}: nothing guards this {name}"
+                yield "epsilon", guarded[value], value.aval.dtype.name, why
+
+
+def _compared(nodes: Sequence[Node], known: dict[Value, Known]) -> Iterator[RiskySite]:
+    """Integers with unknown bounds that are cast to half, then compared or cast back to integers."""
+    whole: set[Value] = set()
+    for node in nodes:
+        name, reads = node.site.name, node.reads
+        if name == "convert_element_type" and is_half(node.writes[0]) and reads[0] not in known:
+            aval = reads[0].aval
+            if compat.is_shaped(aval) and aval.dtype.kind in "iu" and aval.dtype.itemsize > 1:
+                whole.add(node.writes[0])
+        elif name in ("reshape", "broadcast_in_dim") and reads[0] in whole:
+            whole.add(node.writes[0])
+        elif name in ("eq", "ne") or (name == "convert_element_type" and node.writes[0].aval.dtype.kind in "iu"):
+            for dtype in (value.aval.dtype for value in reads if value in whole):
+                why = f"whole numbers; {dtype.name} holds all up to {_exact(dtype)} only"
+                yield "ids", node.site, dtype.name, why
+
+
+def _exact(dtype: Any) -> int:
+    """The largest n such that a dtype represents all integers up to n."""
+    return 2 ** _digits(dtype)
+
+
+def _is_zero(value: Value) -> bool:
+    return value.constant is not None and not value.aval.shape and float(value.constant) == 0.0
+
+
+# Largest factor of an update (a learning rate), and smallest factor that keeps the old value (a moving average).
+_SMALL_FACTOR, _KEEPING_FACTOR = 0.05, 0.9
+
+
+def _updates(flow: Flow, known: dict[Value, Known]) -> Iterator[RiskySite]:
+    """Results that add a small multiple of a value to a half argument: updates that half may round away."""
+    makers = {value: node for node in flow.nodes for value in node.writes}
+
+    def source(value: Value) -> Value:
+        while value in makers and primitive(makers[value].site.name).moves:
+            value = makers[value].reads[0]
+        return value
+
+    def factor(value: Value) -> tuple[float, Value | None]:
+        """The known magnitude of a product's constant factor, and its other factor."""
+        node = makers.get(source(value))
+        if node is None or node.site.name != "mul":
+            return math.nan, None
+        for number, other in zip(node.reads, node.reads[::-1], strict=True):
+            constant = number.constant if number.constant is not None else getattr(known.get(number), "low", None)
+            if constant is not None and np.size(constant) == 1 and not isinstance(constant, jax.core.Tracer):
+                return abs(float(np.asarray(constant).reshape(()))), source(other)
+        return math.nan, None
+
+    for value in dict.fromkeys(map(source, flow.outputs)):
+        node = makers.get(value)
+        if node is None or not primitive(node.site.name).adds or not is_half(value) or len(node.reads) != 2:
+            continue
+        for old, new in (node.reads, node.reads[::-1]):
+            kept, argument = (1.0, source(old)) if source(old).kind == INPUT else factor(old)
+            step, _ = factor(new)
+            if argument is not None and argument.kind == INPUT and kept >= _KEEPING_FACTOR and step <= _SMALL_FACTOR:
+                digits = _digits(value.aval.dtype)
+                why = f"a multiple of {step:.2g} is added to a {value.aval.dtype.name} value, which has {digits} bits"
+                yield "update", node.site, value.aval.dtype.name, why
+                break
+
+
+def _digits(dtype: Any) -> int:
+    """The bits of a dtype's significand, including the leading bit."""
+    return int(compat.finfo(dtype).nmant) + 1
+
+
+def _merged(found: Iterable[RiskySite]) -> tuple[Risk, ...]:
+    merged: dict[Any, Risk] = {}
+    for kind, site, dtype, why in found:
+        op = kind if kind == "softmax" else site.name
+        key = (kind, *_place(site), op, dtype)
+        risk = merged.setdefault(key, Risk(kind, *_place(site), op, dtype, (), 0, why))
+        phases = tuple(dict.fromkeys((*risk.phases, site.phase)))
+        merged[key] = dataclasses.replace(risk, phases=phases, count=risk.count + site.times)
+    order = list(MEANINGS)
+    return tuple(sorted(merged.values(), key=lambda risk: order.index(risk.kind)))

@@ -1,0 +1,288 @@
+"""`parity`: a comparison of policies over seeds, with an interval and a verdict in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpjax.inspection.comparison.evidence import Evidence, evidence_of, explained
+from mpjax.inspection.comparison.statistics import PairedComparison, compare, differences, rounded
+from mpjax.inspection.comparison.training import Folder, Run, make_training, run_training, settings_of
+from mpjax.inspection.comparison.training import MakeTraining as MakeTraining
+from mpjax.inspection.comparison.training import Training as Training
+from mpjax.inspection.reports import Report, Section, plain
+
+_COLUMNS = "policy|>mean ± sd|>difference|>95 % interval|>skipped|verdict"
+
+
+@dataclasses.dataclass(frozen=True)
+class ParityReport(Report):
+    """A comparison of policies with a baseline over seeds; `print` it.
+
+    Args:
+        make: The name of the `MakeTraining`.
+        baseline: The reference policy.
+        seeds: The seeds of the runs.
+        metric_name: The name of the metric.
+        larger_is_better: Whether larger values of the metric are better.
+        percent: Whether the metric is shown in percent, and its differences in points.
+        comparisons: The comparison of each policy with the baseline, in the order of the call.
+        evidence: The evidence on each policy that is worse.
+        runs: All runs.
+    """
+
+    make: str
+    baseline: str
+    seeds: tuple[int, ...]
+    metric_name: str
+    larger_is_better: bool
+    percent: bool
+    comparisons: tuple[PairedComparison, ...]
+    runs: tuple[Run, ...]
+    evidence: tuple[Evidence, ...] = ()
+
+    def __getitem__(self, policy: str) -> PairedComparison:
+        """The comparison of a policy.
+
+        Raises:
+            KeyError: There is no such comparison.
+        """
+        found = {each.policy: each for each in self.comparisons}
+        if policy not in found:
+            raise KeyError(f"{policy!r} was not compared; these were: {', '.join(map(repr, found))}")
+        return found[policy]
+
+    def runs_of(self, policy: str) -> list[Run]:
+        """The runs of a policy, by seed."""
+        return sorted((run for run in self.runs if run.policy == policy), key=lambda run: run.seed)
+
+    @property
+    def title(self) -> str:
+        """The page's title."""
+        return f"Parity of {self.make}"
+
+    def verdict(self, policy: str) -> str:
+        """The verdict on a policy in words."""
+        return self[policy].verdict(self.percent, f"of {self.metric_name}")
+
+    def failure(self) -> str:
+        """The failure message, which names the policies that are worse; empty if there are none."""
+        worse = [each.policy for each in self.comparisons if each.kind == "worse"]
+        return f"worse than {self.baseline}: {', '.join(worse)}" if worse else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as a dictionary; `comparisons` are the rows of `table`."""
+        return super().to_dict() | {"comparisons": self.table()}
+
+    def table(self) -> list[dict[str, Any]]:
+        """One dictionary per policy."""
+        return [self._row(each) for each in self.comparisons]
+
+    def _row(self, found: PairedComparison) -> dict[str, Any]:
+        row = {name: value for name, value in plain(found).items() if name != "interval"}
+        skipped = sum(len(run.skipped) for run in self.runs_of(found.policy))
+        return row | found.interval._asdict() | {"verdict": self.verdict(found.policy), "skipped_steps": skipped}
+
+    def sections(self) -> list[Section]:
+        """The sections of the printed report."""
+        rows = [self._cells(policy) for policy in (self.baseline, *(each.policy for each in self.comparisons))]
+        return [
+            Section("", "\n".join(self._finding()), figure=self._draw),
+            Section("By policy", "", _COLUMNS, rows),
+            *(section for each in self.evidence for section in explained(each, self.baseline)),
+        ]
+
+    def _finding(self) -> list[str]:
+        lines = [f"{each.policy}: {self.verdict(each.policy)}" for each in self.comparisons]
+        saturated = {run.metric for run in self.runs}
+        if len(saturated) == 1 and len(self.runs) > 1:
+            lines.append(f"{self.metric_name} is {saturated.pop():g} in every run: it cannot distinguish the policies")
+        if not any(each.diverged for each in self.comparisons):
+            rate = 1 - 0.05 ** (1 / len(self.seeds))
+            lines.append(f"no run diverged; {len(self.seeds)} seeds exclude only a share above {rate:.0%} that do")
+        steps = max(len(run.losses) for run in self.runs)
+        better = "larger" if self.larger_is_better else "smaller"
+        count = len(self.seeds)
+        lines.append(
+            f"{self.metric_name}, {better} is better, against {self.baseline}; {count} "
+            f"seed{'s' if count > 1 else ''} of {steps} steps"
+        )
+        return lines
+
+    def _cells(self, policy: str) -> tuple[str, ...]:
+        runs = self.runs_of(policy)
+        skipped = f"{sum(len(run.skipped) for run in runs)}"
+        if policy == self.baseline:
+            return policy, self._mean(runs), "", "", skipped, "the baseline"
+        found = self[policy]
+        low, mean, high = (self._factor * x for x in found.interval)
+        margin = self._factor * found.interval.margin
+        interval = f"{rounded(low, margin)} to {rounded(high, margin)}" if math.isfinite(margin) else "-"
+        difference = rounded(mean, margin) if math.isfinite(mean) else "-"
+        return policy, self._mean(runs), difference, interval, skipped, self.verdict(policy)
+
+    @property
+    def _factor(self) -> float:
+        return 100.0 if self.percent else 1.0
+
+    def _mean(self, runs: Sequence[Run]) -> str:
+        values = [self._factor * run.metric for run in runs if math.isfinite(run.metric)]
+        unit = " %" if self.percent else ""
+        if not values:
+            return "not finite"
+        if len(values) == 1:
+            return f"{values[0]:.5g}{unit}"
+        deviation = statistics.stdev(values)
+        return f"{rounded(statistics.mean(values), deviation)} ± {rounded(deviation, deviation)}{unit}"
+
+    def _draw(self, axes: Any) -> None:
+        """Draws the paired differences of the losses, with intervals."""
+        axes.axhline(0, color="black", linewidth=1)
+        policies = dict.fromkeys(run.policy for run in self.runs if run.policy != self.baseline)
+        for i, policy in enumerate(policies):
+            found = differences(self.runs_of(policy), self.runs_of(self.baseline))
+            low, mean, high = (np.where(np.isfinite(values), values, np.nan) for values in found[1:])
+            axes.plot(found.steps, mean, color=f"C{i}", label=policy, marker="o" if len(found.steps) == 1 else "")
+            axes.fill_between(found.steps, low, high, color=f"C{i}", alpha=0.2, linewidth=0)
+        axes.set(title=self.title, xlabel="step", ylabel=f"loss − {self.baseline}'s, mean with 95 % interval")
+
+
+def parity(
+    make: Callable[..., Any],
+    policies: Sequence[str] = ("mixed_float16", "mixed_bfloat16"),
+    seeds: int | Iterable[int] = 5,
+    *,
+    baseline: str = "float32",
+    output: str | os.PathLike[str] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> ParityReport:
+    """Tests whether half precision changes the result of a training run, by comparing policies with float32 over seeds.
+
+    Every policy trains with every seed, on the same batches. All policies of a seed run before the next seed, so that
+    an interrupted comparison leaves complete pairs. The difference of the metric, policy − baseline, is taken within
+    each seed:
+
+        interval = the 95 % interval of the mean difference (Student's t and Hall's for skewed ones, the outer ends)
+        equal    if the interval lies within ± the standard deviation of the baseline over seeds (small: without zero)
+        worse    if the interval excludes zero, or a run diverged and the baseline's did not
+        unclear  otherwise, with the approximate number of seeds needed for a verdict
+
+    Args:
+        make: A `MakeTraining`: `(policy, seed) -> (state, step, batches, metric)`.
+        policies: Names that `make` interprets; the baseline need not be among them.
+        seeds: The number of seeds (0, 1, ...), or the seeds themselves.
+        baseline: The reference policy.
+        output: A folder to save each finished run to. A later call with it continues the comparison, also with more
+            policies or seeds.
+        settings: Other settings that determine the result (hyperparameters that `make` reads elsewhere), in addition
+            to an attribute `settings` of `make`. A call raises an error if the runs in `output` have other settings.
+
+    Returns:
+        A `ParityReport`. `print` it, or read its `comparisons`.
+
+    Raises:
+        ValueError: There are no seeds or policies, `output` holds other runs, or the batches of a seed differ between
+            policies.
+        TypeError: `make` does not return a training.
+
+    Example:
+        >>> import mpjax
+        >>> def make(policy, seed):
+        ...     rounding = 0.0 if policy == "float32" else 2.0**-11
+        ...     def step(x, batch):
+        ...         return 0.5 * x + rounding, x
+        ...     return 1.0 + seed / 8, step, range(3), lambda x: 1 - x
+        >>> report = mpjax.parity(make, ["mixed_float16"], seeds=3)
+        >>> print(report.comparisons[0].kind)
+        small
+
+    Source: the paired comparison over seeds of Bouthillier et al., "Accounting for Variance in Machine Learning
+        Benchmarks", MLSys 2021; intervals of skewed means by Hall, J. R. Stat. Soc. B 54 (1992).
+    """
+    numbers = _seeds(seeds)
+    others = _policies(policies, baseline)
+    decides = settings_of(make, settings or {})
+    runs = _Runs(make, Folder(output, decides))
+    for seed in numbers:
+        for policy in (baseline, *others):
+            runs.run(policy, seed)
+    comparisons = [runs.compared(policy, baseline, numbers) for policy in others]
+    worse = [found.policy for found in comparisons if found.kind == "worse"]
+    of = {policy: [runs.done[policy, seed] for seed in numbers] for policy in (baseline, *worse)}
+    evidence = [evidence_of(make, policy, baseline, of[policy], of[baseline]) for policy in worse]
+    first = next(iter(runs.done.values()))
+    return ParityReport(
+        make=str(decides["make"]).partition(":")[2],
+        baseline=baseline,
+        seeds=numbers,
+        metric_name=first.metric_name,
+        larger_is_better=first.larger_is_better,
+        percent=first.percent,
+        comparisons=tuple(comparisons),
+        evidence=tuple(evidence),
+        runs=tuple(runs.done.values()),
+    )
+
+
+def _seeds(seeds: int | Iterable[int]) -> tuple[int, ...]:
+    found = tuple(range(seeds)) if isinstance(seeds, int) else tuple(int(seed) for seed in seeds)
+    if not found or len(set(found)) < len(found):
+        raise ValueError(f"parity: seeds={seeds!r}: give a number of seeds, at least 1, or distinct seeds.")
+    return found
+
+
+def _policies(policies: Sequence[str], baseline: str) -> tuple[str, ...]:
+    if isinstance(policies, str):
+        raise ValueError(f"parity: policies={policies!r} is one string; give a sequence, as [{policies!r}].")
+    others = tuple(dict.fromkeys(policy for policy in policies if policy != baseline))
+    if not others:
+        raise ValueError(f"parity: policies={policies!r}: give at least one that is not the baseline {baseline!r}.")
+    return others
+
+
+class _Runs:
+    """The runs of a comparison, either run now or read from its folder."""
+
+    def __init__(self, make: Callable[..., Any], folder: Folder):
+        self.make, self.folder = make, folder
+        self.done: dict[tuple[str, int], Run] = {}
+
+    def run(self, policy: str, seed: int) -> None:
+        """Runs one policy with one seed, unless the folder holds that run."""
+        run = self.folder.read(policy, seed)
+        if run is None:
+            run = run_training(make_training(self.make, policy, seed), policy, seed)
+            self._check_data(run)
+            self.folder.write(run)
+        self.done[policy, seed] = run
+
+    def _check_data(self, run: Run) -> None:
+        for other in self.done.values():
+            if other.seed != run.seed:
+                continue
+            same = other.data == run.data and len(other.losses) == len(run.losses)
+            if not same:
+                raise ValueError(
+                    f"parity: seed {run.seed} has other batches under {run.policy!r} ({len(run.losses)} steps) than "
+                    f"under {other.policy!r} ({len(other.losses)} steps), so the runs are not a pair. make's batches "
+                    "may depend on the seed alone: not on the policy, nor on the batches that an earlier run consumed."
+                )
+
+    def compared(self, policy: str, baseline: str, seeds: Sequence[int]) -> PairedComparison:
+        """The verdict on a policy."""
+        pairs = [(self.done[policy, seed], self.done[baseline, seed]) for seed in seeds]
+        identical = all(math.isfinite(a.metric) and a.metric == b.metric and a.losses == b.losses for a, b in pairs)
+        return compare(
+            policy,
+            seeds,
+            [run.metric for run, _ in pairs],
+            [run.metric for _, run in pairs],
+            larger_is_better=pairs[0][0].larger_is_better,
+            identical=identical,
+        )

@@ -1,0 +1,324 @@
+"""`layerwise_error`: the modules where a half program deviates from the same program in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from mpjax.casting.classify import default_listing
+from mpjax.inspection.gradient import Loss, scale_state, trace_to_run
+from mpjax.inspection.lockstep import Group, error_note, evaluated, grouped
+from mpjax.inspection.ranges.activations import equations_of_gradients
+from mpjax.inspection.reports import Report, Section, folded_rows, percent, short_dtypes
+from mpjax.program.formats import SCALED
+from mpjax.program.graph import Block, lay_out, owners_of
+from mpjax.program.interpreter import is_half, is_low
+from mpjax.program.primitives import Op
+from mpjax.program.source import BACKWARD
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerError:
+    """The relative errors of one module: ‖half − float32‖ / ‖float32‖ of the arrays that it passes on.
+
+    Args:
+        name: The module path; where no module has a name, the user's function.
+        path: The module path; empty for a function.
+        dtypes: The dtypes of at most 16 bits in it.
+        forward, backward: Its own error in each pass: its operands are exact, and only this module is in half. inf if
+            it has an inf or NaN where float32 has none, or a NaN where float32 has one too.
+        total_forward, total_backward: The program's error at this module, including that of all modules before it.
+        op, source: The operation whose result has the largest own error, and its source line.
+        denied: Its operations in half that need float32: those on autocast's deny list.
+    """
+
+    name: str
+    path: str
+    dtypes: tuple[str, ...]
+    forward: float
+    backward: float
+    total_forward: float
+    total_backward: float
+    op: str
+    source: str
+    denied: tuple[str, ...] = ()
+
+    @property
+    def error(self) -> float:
+        """The larger of its own errors in the two passes."""
+        return max(self.forward, self.backward)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterError:
+    """The error of the gradient of one parameter.
+
+    Args:
+        name: Its tree path.
+        error: ‖half − float32‖ / ‖float32‖.
+        share: Its share of the squared error of all gradients.
+    """
+
+    name: str
+    error: float
+    share: float
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerwiseReport(Report):
+    """The errors of a program in half, by module. Print it to read the report.
+
+    Args:
+        function: The function's name.
+        loss_error: The relative error of the loss.
+        gradient_error: ‖half − float32‖ / ‖float32‖ of the gradients of all parameters together.
+        modules: The errors by module: those with half operations that need float32 first, then by own error.
+        parameters: The errors of the parameters' gradients, the largest share first.
+        unseen: Operations whose internals are not visible (Pallas kernels, callbacks).
+        reference_is_finite: Whether loss and gradients are finite in float32.
+    """
+
+    function: str
+    loss_error: float
+    gradient_error: float
+    modules: tuple[LayerError, ...]
+    parameters: tuple[ParameterError, ...]
+    unseen: tuple[str, ...] = ()
+    reference_is_finite: bool = True
+
+    main = "modules"
+
+    @property
+    def title(self) -> str:
+        """The page's title."""
+        return f"Layerwise error of {self.function}"
+
+    def sections(self) -> list[Section]:
+        """The sections of the printed report."""
+        parameters = [(row.name, percent(row.error), percent(row.share)) for row in self.parameters]
+        return [
+            Section("", "\n".join(self._finding())),
+            self.by_module(),
+            Section("Gradients of parameters", "", "parameter|>error|>of the whole", parameters, shown=10),
+        ]
+
+    def by_module(self) -> Section:
+        """The section of `modules`."""
+        rows = [
+            (
+                row.name or "-",
+                short_dtypes(row.dtypes) or "f32",
+                *map(percent, (row.forward, row.backward, row.total_forward, row.total_backward)),
+                f"{row.op} {row.source}".strip(),
+            )
+            for row in folded_rows(self.modules, _together)
+        ]
+        text = (
+            f"own: the error with exact operands, only this module in {self._precision}\n"
+            "total: the error that the program has there; ← is the backward pass"
+        )
+        return Section("By module", text, "module|in|>own|>own ←|>total|>total ←|largest at", rows)
+
+    @property
+    def _precision(self) -> str:
+        """The precisions below float32 in the program, in words."""
+        dtypes = {dtype for row in self.modules for dtype in row.dtypes}
+        scaled = [name for name in SCALED if any(dtype.startswith(name) for dtype in dtypes)]
+        return " and ".join(("half", *scaled))
+
+    def _finding(self) -> list[str]:
+        lines = [
+            f"{self.function} in {self._precision}: relative error of the gradients {percent(self.gradient_error)}, "
+            f"of the loss {percent(self.loss_error)}"
+        ]
+        if not self.reference_is_finite:
+            return [*lines, "loss or gradients are not finite in float32 either: mpjax.find_nonfinite shows where"]
+        worst = [row for row in self.modules if row.error > 0][:1]
+        for row in worst:
+            where = f" ({row.op} at {row.source})" if row.source else ""
+            found = f"runs in half, but needs float32 ({', '.join(row.denied)})" if row.denied else "largest own error"
+            lines.append(
+                f"{found}: {row.name or 'outside of modules'}, in {'/'.join(row.dtypes) or 'float32'}, own error "
+                f"{percent(row.error)}{where}"
+            )
+        if not worst:
+            lines.append("no module has an own error")
+        lines += [f"not inspected: {place}" for place in self.unseen]
+        return lines
+
+
+def _together(a: LayerError, b: LayerError) -> LayerError:
+    """Merges two rows, with the larger of their errors."""
+    names = ("forward", "backward", "total_forward", "total_backward")
+    return dataclasses.replace(a, **{name: max(getattr(a, name), getattr(b, name)) for name in names})
+
+
+def layerwise_error(
+    fun: Callable[..., Any],
+    *args: Any,
+    loss_scale: Any = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    kwargs: Mapping[str, Any] | None = None,
+) -> LayerwiseReport:
+    """Measures the relative errors of a loss function in half against float32, by module, forward and gradient.
+
+    Evaluates the gradient's program three times in lockstep on the same batch, with each operation as written:
+
+        exact    with float32 in place of half
+        half     unchanged
+        fresh    unchanged, each module on exact operands
+        total = ‖half − exact‖ / ‖exact‖,    own = ‖fresh − exact‖ / ‖exact‖
+
+    Each array that a module passes on has these errors. A module's row shows the largest in each pass; the gradients of
+    its parameters count as one array. In a loop, a module starts from exact operands at each iteration. The report
+    exposes a norm or a loss in bfloat16 even when all ranges are harmless: modules with an operation of autocast's deny
+    list in half come first, then the others by their own error.
+
+    Args:
+        fun: A loss function that computes in half: under `autocast`, with a `with_policy` model, or by hand. It may
+            use any library.
+        args: Its arguments: arrays and trees of arrays.
+        loss_scale: The scale in use: a number, a `LossScaleState` or an optimizer state that holds one; None for 1.
+        argnums: Which arguments are differentiated, as in `jax.grad`.
+        has_aux: Whether `fun` returns `(loss, aux)`.
+        kwargs: Keyword arguments of `fun`.
+
+    Returns:
+        A `LayerwiseReport`. Print it, or read its `modules`.
+
+    Raises:
+        ValueError: Nothing in the program is half.
+        TypeError: An argument is a shape without values, which the program can't run on.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> def loss(w, x):
+        ...     with jax.named_scope("dense"):
+        ...         y = x @ w
+        ...     with jax.named_scope("norm"):
+        ...         y = y.astype(jnp.bfloat16)
+        ...         y = y - y.mean(-1, keepdims=True)
+        ...     return jnp.mean(y.astype(jnp.float32) ** 2)
+        >>> w, x = jax.random.normal(jax.random.key(0), (2, 8, 8))
+        >>> report = mpjax.layerwise_error(mpjax.autocast(loss, "mixed_float16"), w, x)
+        >>> [row.name for row in report.modules][0], 0.001 < report.gradient_error < 0.02
+        ('norm', True)
+
+    Source: the per-layer comparison of accuracy debuggers, such as TensorRT's Polygraphy and PyTorch's numeric suite.
+    """
+    state = None if loss_scale is None else scale_state(loss_scale)
+    evaluated = _evaluate("layerwise_error", Loss(fun, argnums, has_aux, kwargs), args, state)
+    if evaluated is None:
+        raise ValueError(
+            "layerwise_error: nothing in this program is half, so it has no error to show. Give it under "
+            "mpjax.autocast(fun, 'mixed_float16') (--policy mixed_float16 on the command line), or a model with a "
+            "policy."
+        )
+    return _report(fun, evaluated)
+
+
+def errors_by_module(caller: str, loss: Loss, args: Sequence[Any], state: Any) -> list[LayerError]:
+    """The rows by module; empty if nothing is half."""
+    evaluated = _evaluate(caller, loss, args, state)
+    return [] if evaluated is None else _modules(evaluated)
+
+
+class _Evaluated(NamedTuple):
+    """The gradient's program, its groups, its noted errors, its results and the names of the gradients."""
+
+    block: Block
+    groups: Mapping[int, Group]
+    notes: Mapping[Any, Any]
+    outs: Sequence[Any]
+    names: list[str]
+
+
+def _evaluate(caller: str, loss: Loss, args: Sequence[Any], state: Any) -> _Evaluated | None:
+    """The evaluated gradient; None if nothing in it is half."""
+    names: list[str] = []
+    program = trace_to_run(caller, loss.with_named_modules().gradient(state, names), args, {})
+    block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names))
+    if not any(is_half(v) for place in block.places() for v in (*place.eqn.invars, *place.eqn.outvars)):
+        return None
+    found = grouped(block)
+    outs, notes = evaluated(block, found, program.arrays)
+    return _Evaluated(block, found.groups, jax.device_get(notes), outs, names)
+
+
+def _report(fun: Any, found: _Evaluated) -> LayerwiseReport:
+    names, outs = found.names, found.outs
+    grads = [jax.device_get(error_note(*out)) for out in outs[: len(names)]]
+    loss = jax.device_get(error_note(*outs[len(names)]))
+    squares = [float(size) ** 2 * sums.astype(float) for size, sums, _ in grads]
+    whole = sum(float(each[1]) for each in squares)
+    parameters = [
+        ParameterError(name, _error([note], 1), float(each[1]) / whole if whole else 0.0)
+        for name, note, each in zip(names, grads, squares, strict=True)
+    ]
+    return LayerwiseReport(
+        function=getattr(fun, "__name__", type(fun).__name__),
+        loss_error=_error([loss], 1),
+        gradient_error=_error(grads, 1),
+        modules=tuple(_modules(found)),
+        parameters=tuple(sorted(parameters, key=lambda row: -row.share)),
+        unseen=found.block.not_entered(),
+        reference_is_finite=all(np.isfinite(np.asarray(out.exact)).all() for out in outs[: len(names) + 1]),
+    )
+
+
+def _modules(evaluated: _Evaluated) -> list[LayerError]:
+    """The rows: modules with half operations that need float32 first, then by their own error."""
+    block, groups = evaluated.block, evaluated.groups
+    of_parameters = equations_of_gradients(block, len(evaluated.names))
+    places = {place.number: place for place in block.places()}
+    dtypes: dict[Group, dict[str, None]] = {group: {} for group in groups.values()}
+    denied: dict[Group, dict[str, None]] = {group: {} for group in groups.values()}
+    for number, place in places.items():
+        low = [v.aval.dtype.name for v in place.eqn.outvars if is_low(v)]
+        dtypes[groups[number]].update(dict.fromkeys(low))
+        # The precision of a scaled matmul's backward pass says how it accumulates.
+        is_scaled = any(is_low(v) and not is_half(v) for v in place.eqn.invars)
+        if low and not is_scaled and default_listing(place.eqn).op is Op.DENY:
+            denied[groups[number]][place.name] = None
+    # A module's arrays, by pass. The gradients of its parameters count as one array, because a single gradient may be
+    # pure rounding error: that of a bias before a normalisation is zero in exact arithmetic.
+    arrays: dict[tuple[Group, bool], dict[Any, list[Any]]] = {}
+    for (_, number, i), note in evaluated.notes.items():
+        backward = places[number].phase == BACKWARD
+        together = "parameters" if backward and number in of_parameters else (number, i)
+        arrays.setdefault((groups[number], backward), {}).setdefault(together, []).append((number, note))
+    rows = []
+    for group in dict.fromkeys(group for group, _ in arrays):
+        found = {backward: arrays.get((group, backward), {}) for backward in (False, True)}
+        own = {backward: _largest(found[backward].values(), 2) for backward in found}
+        total = {backward: _largest(found[backward].values(), 1) for backward in found}
+        site = places[max(own.values())[1]]
+        errors = own[False][0], own[True][0], total[False][0], total[True][0]
+        where = site.name, site.source, tuple(denied[group])
+        rows.append(LayerError(group.name, group.path, tuple(dtypes[group]), *errors, *where))
+    return sorted(
+        rows, key=lambda row: (not (row.denied and row.error), -row.error, -row.total_forward - row.total_backward)
+    )
+
+
+def _largest(arrays: Iterable[Sequence[tuple[int, Any]]], which: int) -> tuple[float, int]:
+    """The largest error, and the equation that causes it."""
+    errors = [(_error([note for _, note in found], which), found[0][0]) for found in arrays]
+    return max(errors, default=(0.0, -1))
+
+
+def _error(notes: Iterable[Any], which: int) -> float:
+    """The relative error of several arrays together: the program's if `which` is 1, the module's own if it is 2."""
+    notes = list(notes)
+    if any(bad[which - 1] for _, _, bad in notes):
+        return math.inf
+    unit = max((float(size) for size, _, _ in notes), default=0.0) or 1.0
+    squares = [(float(size) / unit) ** 2 * sums.astype(float) for size, sums, _ in notes]
+    exact, difference = (sum(float(each[i]) for each in squares) for i in (0, which))
+    return math.sqrt(difference / exact) if exact else 0.0

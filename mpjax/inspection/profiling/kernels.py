@@ -1,0 +1,213 @@
+"""Kernels of a trace, summed by instruction and assigned to modules, and the split of the step's wall time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from mpjax.inspection.profile import hlo, profiler_trace, stepping, tensor_cores
+from mpjax.inspection.profiling.profiler_trace import Event, Trace
+from mpjax.inspection.reports import added_up
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """All executions of a kernel for one instruction of the step.
+
+    Args:
+        name: The kernel's name; on a CPU the instruction's name.
+        op: The HLO instruction; empty if neither the trace nor the name identifies it.
+        kind: Matmul, convolution, attention, elementwise, reduction, copy, cast, collective, host callback, loop or
+            branch, other.
+        module: Module path from named scopes (Flax names modules this way); empty outside all modules.
+        source: The source line, `file.py:12`.
+        path: The source file, including mpjax's own files.
+        backward: Whether it belongs to the backward pass.
+        dtype: Operand dtypes of a matmul or convolution, in HLO's names (`f16`, `bf16`, `f32`).
+        seconds: Device time in a step.
+        calls: Executions in a step.
+        tensor_cores: Whether it uses Tensor Cores; None on a CPU or if its name doesn't show it.
+        why_not: The reason if a matmul or convolution does not use them.
+        updates: Whether it runs outside the gradient of a step that takes one. Most such kernels are the optimizer's.
+    """
+
+    name: str
+    op: str
+    kind: str
+    module: str
+    source: str
+    path: str
+    backward: bool
+    dtype: str
+    seconds: float
+    calls: float
+    tensor_cores: bool | None
+    why_not: str
+    updates: bool = False
+
+    @property
+    def eligible(self) -> bool:
+        """Whether this kind of work can use Tensor Cores."""
+        return self.kind in hlo.ON_TENSOR_CORES
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The wall time of a step, split into parts, in seconds. Each instant is counted once.
+
+    Args:
+        device: A kernel of the step is running.
+        input: No kernel is running, and the host is fetching the next batch, or a batch is being copied to the device.
+        dispatch: No kernel is running for any other reason: the host is enqueuing, or launches are too slow.
+        compilation: No kernel is running, and the step is being recompiled.
+    """
+
+    device: float
+    input: float
+    dispatch: float
+    compilation: float = 0.0
+
+    @property
+    def wall(self) -> float:
+        """The wall time of a step."""
+        return self.device + self.input + self.dispatch + self.compilation
+
+
+def of_program(trace: Trace, program: str) -> list[Event]:
+    """The events of one program. Events without a recorded program are included."""
+    own = [event for event in trace.kernels if event.program in ("", program)]
+    return own if program and own else list(trace.kernels)
+
+
+def after_first(trace: Trace, events: Sequence[Event], executions: int, program: str) -> tuple[list[Event], float]:
+    """The events of all executions except the first, and the end of the first.
+
+    Args:
+        trace: The trace, with the host's marks.
+        events: The events, ordered by their start.
+        executions: Number of executions on each device. They do not overlap.
+        program: The program whose events these are; empty if each execution runs several.
+    """
+    dispatches = trace.marks.get(stepping.DISPATCH, [])
+    if not program and len(dispatches) > 1:
+        start = dispatches[0][1]
+        return [event for event in events if event.end > start], start
+    if all(event.run for event in events):
+        first = {event.device: event.run for event in reversed(events)}
+        begun = [event for event in events if event.run == first[event.device]]
+    else:  # A GPU's trace doesn't number executions, but all have the same kernels.
+        begun = list(events[: len(events) // executions])
+    ids = set(map(id, begun))
+    start = max((event.end for event in begun), default=events[0].start if events else 0.0)
+    return [event for event in events if id(event) not in ids], start
+
+
+def split(trace: Trace, events: Sequence[Event], start: float, executions: int, compiled: Sequence[bool] = ()) -> Split:
+    """Splits the time from `start` to the end of the last kernel, per execution.
+
+    Args:
+        trace: The trace, with the host's marks.
+        events: The kernels of the executions.
+        start: The end of the previous kernels, in seconds.
+        executions: Number of executions.
+        compiled: Whether each call of the step compiled, including the first call.
+    """
+    dispatches = trace.marks.get(stepping.DISPATCH, [])
+    compiling = profiler_trace.union(span for span, new in zip(dispatches, compiled, strict=False) if new)
+    if not events or not comparable(trace, events):
+        return _by_host(trace, executions, compiling)
+    device = max({event.device for event in events}, key=lambda d: sum(e.seconds for e in events if e.device == d))
+    busy = _clipped(_busy([event for event in events if event.device == device]), start)
+    stop = max([busy[-1][1], *(end for _, end in dispatches)])
+    ours = set(map(id, events))
+    # A kernel of another program is that of an input pipeline that computes with JAX.
+    others = [(event.start, event.end) for event in trace.kernels if id(event) not in ours and event.start >= start]
+    fetching = profiler_trace.union([*trace.marks.get(stepping.INPUT, ()), *trace.transfers, *others])
+    edges = [start, *(edge for span in busy for edge in span), stop]
+    idle = zip(edges[::2], edges[1::2], strict=True)
+    seconds = profiler_trace.length(busy)
+    gaps = [gap for gap in idle if gap[1] > gap[0]]
+    exposed, compilation = profiler_trace.overlap(gaps, fetching), profiler_trace.overlap(gaps, compiling)
+    dispatch = stop - start - seconds - exposed - compilation
+    return Split(seconds / executions, exposed / executions, dispatch / executions, compilation / executions)
+
+
+def comparable(trace: Trace, events: Sequence[Event]) -> bool:
+    """Whether kernels and host share a clock: the kernels that the host waited for lie within its marks."""
+    ends = [end for spans in trace.marks.values() for _, end in spans]
+    return bool(ends) and events[len(events) // 2].start <= max(ends)
+
+
+def _by_host(trace: Trace, executions: int, compiling: profiler_trace.Spans) -> Split:
+    """The split by the host's times, which do not show overlap, for traces without comparable kernels."""
+    spent = {name: profiler_trace.length(profiler_trace.union(spans)) for name, spans in trace.marks.items()}
+    compilation = profiler_trace.length(compiling) / (executions + 1)
+    names = stepping.WAIT, stepping.INPUT, stepping.DISPATCH
+    device, fetching, dispatch = (spent.get(name, 0.0) / (executions + 1) for name in names)
+    return Split(device, fetching, dispatch - compilation, compilation)
+
+
+def _busy(events: Sequence[Event]) -> list[tuple[float, float]]:
+    """The times in which a device works. A CPU does so from the start to the end of a program."""
+    runs: dict[int, list[Event]] = {}
+    for i, event in enumerate(events):
+        runs.setdefault(event.run or -i, []).append(event)
+    return profiler_trace.union((min(e.start for e in run), max(e.end for e in run)) for run in runs.values())
+
+
+def _clipped(spans: profiler_trace.Spans, start: float) -> list[tuple[float, float]]:
+    return [(max(a, start), b) for a, b in spans if b > start]
+
+
+def hidden_share(events: Sequence[Event], instructions: Mapping[str, hlo.Instruction]) -> float:
+    """The share of the events' time without a known instruction of the program.
+
+    XLA launches most of a program as CUDA graphs (command buffers), whose kernels are recorded under the graph's name.
+    """
+    total = sum(event.seconds for event in events)
+    return sum(event.seconds for event in events if event.op not in instructions) / total if total else 0.0
+
+
+def summed(
+    events: Sequence[Event],
+    instructions: Mapping[str, hlo.Instruction],
+    executions: int,
+    gpu: bool,
+    capability: float | None = None,
+) -> tuple[Kernel, ...]:
+    """The kernels of one execution on one device, summed by kernel and instruction, longest first.
+
+    Args:
+        events: The program's events.
+        instructions: The program's instructions, by name.
+        executions: Number of executions in the events.
+        gpu: Whether the events are from a GPU.
+        capability: The GPU's compute capability.
+    """
+    by_kernel_name = {tensor_cores.kernel_name(name): i for name, i in instructions.items()}
+    has_gradient = any(instruction.differentiated for instruction in instructions.values())
+    unknown = hlo.Instruction()
+    known = [instructions.get(event.op) or by_kernel_name.get(event.name, unknown) for event in events]
+    times = added_up(
+        ((event.name, instruction.name), (event.seconds, 1))
+        for event, instruction in zip(events, known, strict=True)
+        if instruction.kind != hlo.CONTROL  # A CPU's trace also has the kernels inside.
+    )
+    each = executions * len({event.device for event in events})
+    kernels = []
+    for (name, op), (seconds, calls) in times.items():
+        instruction = instructions.get(op, unknown)
+        kind, is_known = instruction.kind, bool(instruction.name)
+        if not is_known or (kind in hlo.ON_TENSOR_CORES and gpu):
+            kind = tensor_cores.work_of(name) or kind  # A library call may be several kernels.
+        uses = tensor_cores.uses_tensor_cores(name, instruction if is_known else None, capability) if gpu else None
+        why_not = ""
+        if uses is False and kind in hlo.ON_TENSOR_CORES:
+            why_not = tensor_cores.why_not(instruction) if is_known else "the trace does not name its operation"
+        updates = has_gradient and is_known and not instruction.differentiated
+        place = instruction.module, instruction.source, instruction.path, instruction.backward
+        dtype = "/".join(sorted(instruction.dtypes))
+        kernels.append(
+            Kernel(name, instruction.name, kind, *place, dtype, seconds / each, calls / each, uses, why_not, updates)
+        )
+    return tuple(sorted(kernels, key=lambda kernel: -kernel.seconds))

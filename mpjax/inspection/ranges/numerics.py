@@ -1,0 +1,419 @@
+"""`numerics`: the ranges of activations and gradients, what half would lose of them, and the loss scale they need."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.inspection.gradient import Loss, Trial, below_root, scale_state, trace_to_run
+from mpjax.inspection.ranges.activations import Counted, counted
+from mpjax.inspection.ranges.range_statistics import (
+    BIAS,
+    BINS,
+    Float8Range,
+    HostRangeProbe,
+    Limits,
+    RangeNote,
+    RangeProbe,
+    Tally,
+    merged_float8,
+    tally_of,
+)
+from mpjax.inspection.ranges.report import NumericsReport as NumericsReport
+from mpjax.inspection.ranges.report import Range, Tried
+from mpjax.policy import HALF_DTYPES, Policy, get_policy
+from mpjax.program import compat
+from mpjax.program.graph import Block, Site, lay_out, owners_of
+from mpjax.program.interpreter import Eager, is_half, is_inexact, widened
+from mpjax.program.primitives import Op, primitive
+from mpjax.program.source import BACKWARD, FORWARD
+
+# A module that loses more than this share of its nonzero values should be kept in float32.
+_MUCH = 0.05
+# Half's largest number over the largest gradient seen, because gradients may grow later in training.
+_HEADROOM = 4.0
+# Gradients of an outlier batch exceed the median of all batches, of which there are at least three, by this factor. A
+# scale that fits it gives up 8 of float16's 40 powers of two, and dynamic scaling skips 8 steps to get there.
+_OUTLIER, _FEWEST = 256.0, 3
+_KEPT = 4  # batches that may be tried
+_MOST_SINGLES = 4  # modules that are tried one by one
+_SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-14, 2.0**24  # the limits of `dynamic_loss_scale`
+
+
+def numerics(
+    fun: Callable[..., Any],
+    *args: Any,
+    batches: Iterable[Any] | None = None,
+    loss_scale: Any = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    kwargs: Mapping[str, Any] | None = None,
+    dtype: Any = "float16",
+    budget: float = 0.01,
+    verify: bool = True,
+) -> NumericsReport:
+    """Measures the ranges of a loss function's activations and gradients, and what half precision would lose of them.
+
+    `numerics` runs the gradient program with float32 in place of half, so that the values are exact. The backward pass
+    carries the loss scale. Each value x is classified by the effect of rounding it to `dtype`:
+
+        flushed     x ≠ 0 but |x| ≤ half the smallest subnormal number (float16: 2⁻²⁵)
+        overflowed  |x| ≥ the largest number plus half a unit in its last place (float16: 65520)
+
+    The tables by module count the operands and results of matmuls and convolutions, and the outputs of modules, in both
+    passes. Gradients of parameters have a table of their own. The table by operation holds all arithmetic. If the
+    program computes anything in half, the recommended scale and the modules to keep in float32 depend only on its half
+    values. Otherwise they depend on all counted values, since all of these could run in half.
+
+    Args:
+        fun: The loss function of a model from any library: in float32, under `autocast`, or with `with_policy`.
+        args: Its arguments: arrays and trees of arrays.
+        batches: Each batch is the last argument of one call, `fun(*args, batch)`. None for a single call `fun(*args)`.
+        loss_scale: A number, or a state that holds a `LossScaleState`; None for 1.
+        argnums: Positions of the parameters. Only their floating-point arrays are differentiated.
+        has_aux: Whether `fun` returns `(loss, aux)`.
+        kwargs: Keyword arguments of `fun`.
+        dtype: `"float16"` or `"bfloat16"`.
+        budget: The error of the gradients that overrides must remove to be recommended.
+        verify: Whether to try scale and overrides under `autocast`, if the program is in float32, and compare the
+            gradients with those in float32. The trial takes the batch with the largest gradients, apart from outliers
+            (256 times the median of all batches). Without a trial no override is recommended.
+
+    Returns:
+        A `NumericsReport`.
+
+    Raises:
+        ValueError: `dtype` is not a half dtype, there is no batch, the loss scale is not positive, or there is no
+            `LossScaleState`.
+        TypeError: An argument is a shape without values, or the call is inside `jit`.
+
+    Example:
+        >>> import jax.numpy as jnp, mpjax
+        >>> def loss(w, x):
+        ...     return jnp.mean((x @ w) ** 2) * 1e-6
+        >>> report = mpjax.numerics(loss, jnp.ones((4, 4)), batches=[jnp.ones((8, 4)), 2 * jnp.ones((8, 4))])
+        >>> report.activations[0].max, report.gradients[0].max
+        (8.0, 4.99...e-07)
+        >>> report.largest_safe_scale  # the largest gradient of the weights is 8e-06
+        4294967296.0
+
+    Source: the histogram of gradients of Micikevicius et al., "Mixed Precision Training", ICLR 2018, figure 3.
+    """
+    half = np.dtype(jnp.dtype(dtype))
+    if half not in HALF_DTYPES:
+        raise ValueError(f"numerics: dtype={dtype!r} is not a half dtype; give 'float16' or 'bfloat16'.")
+    state = None if loss_scale is None else scale_state(loss_scale)
+    scale = 1.0 if state is None else float(np.max(state.loss_scale))
+    loss = Loss(fun, argnums, has_aux, kwargs).with_named_modules()
+    measuring = _Measuring(loss, state, scale, Limits.of(half), budget)
+    for call in [args] if batches is None else ((*args, batch) for batch in batches):
+        measuring.add(call)
+    if measuring.batches == 0:
+        raise ValueError("numerics: batches is empty; give at least one batch.")
+    return measuring.verified() if verify else measuring.report()
+
+
+@dataclasses.dataclass
+class _Compiled:
+    """The program for one batch shape, and its evaluation."""
+
+    block: Block
+    counts: Counted
+    names: Sequence[str]
+    probe: RangeProbe
+    evaluation: Eager
+
+
+class _Row(NamedTuple):
+    """The key of a tally: a table, a name and a pass; in the table by operation, also an operation and its line."""
+
+    table: str
+    name: str
+    phase: str
+    op: str = ""
+    source: str = ""
+
+
+class _Measuring:
+    """Accumulates statistics over batches. Each batch shape has its own program."""
+
+    def __init__(self, loss: Loss, state: Any, scale: float, limits: Limits, budget: float):
+        self.loss, self.state, self.scale, self.budget = loss, state, scale, budget
+        self.limits, self.batches, self.has_half = limits, 0, False
+        self.compiled: dict[Any, _Compiled] = {}
+        self.tallies: dict[_Row, Tally] = {}
+        self.exponents: dict[_Row, np.ndarray] = {}
+        self.dtypes: dict[_Row, dict[str, None]] = {}
+        self.float8: dict[tuple[str, str, str], Any] = {}  # notes by module, pass and dtype
+        self.unseen: dict[str, None] = {}
+        self.gradients: list[dict[str, float]] = []  # by batch and path, the largest at scale 1
+        self.largest: list[tuple[float, int, Any, Any]] = []  # the batches with the largest gradients
+
+    def add(self, args: Sequence[Any]) -> None:
+        """Measures one call."""
+        names: list[str] = []
+        program = trace_to_run("numerics", self.loss.gradient(self.state, names), args, {})
+        consts = compat.open_jaxpr(program.jaxpr).consts
+        key = jax.tree.structure(args), *(jax.typeof(x) for x in (*program.arrays, *consts))
+        if key not in self.compiled:
+            self.compiled[key] = self._compile(
+                lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names)), names
+            )
+        compiled = self.compiled[key]
+        arrays, consts = map(widened, program.arrays), [*map(widened, consts)]
+        outs, notes = compiled.evaluation.block(compiled.block, [*arrays], consts=consts)
+        grads = outs[: len(compiled.names)]
+        self.gradients.append({})
+        self._take(compiled, jax.device_get(notes), grads)
+        size = max(self.gradients[-1].values(), default=0.0)
+        rows = [*self.largest, (size, self.batches, args, grads)]
+        self.largest = sorted(rows, key=lambda row: -row[0])[:_KEPT]
+        self.batches += 1
+
+    def _compile(self, block: Block, names: Sequence[str]) -> _Compiled:
+        counts = counted(block, len(names))
+        probe = HostRangeProbe(block, counts, self.limits)
+        self.unseen |= dict.fromkeys(block.not_entered())
+        self.has_half |= any(is_half(v) for place in block.places() for v in place.eqn.outvars)
+        return _Compiled(block, counts, names, probe, Eager(probe, wide=True))
+
+    def _take(self, compiled: _Compiled, notes: Mapping[Any, Any], grads: Sequence[Any]) -> None:
+        counts = compiled.counts
+        for number, place in compiled.probe.places.items():
+            if ("range", number) not in notes:
+                continue  # the equation lies in an opaque part
+            dtypes, matters = _dtypes(place), counts.matters(number)
+            phase, table = (BACKWARD, "gradients") if place.phase == BACKWARD else (FORWARD, "activations")
+            rows = [_Row("by_op", place.path, phase, place.name, place.source)]
+            if number in counts.gradients or number in counts.activations:
+                rows.append(_Row(table, place.path, phase))
+            if number in counts.gradients and matters:
+                rows.append(_Row("half gradients", place.path, phase))
+            if number in counts.all and matters:
+                rows.append(_Row("matters", place.path, phase))
+            found = notes["range", number]
+            for row in rows:
+                self._put(row, found, dtypes)
+            if phase == BACKWARD and rows[-1].table == "matters":
+                tally = tally_of(found)
+                size = math.inf if tally.nonfinite else tally.max / self.scale
+                self.gradients[-1][place.path] = max(size, self.gradients[-1].get(place.path, 0.0))
+        for number, place in compiled.probe.quantised.items():
+            if ("float8", number) in notes:
+                copy = notes["float8", number]
+                operand = place.path, place.phase, place.eqn.params["dtype"].name
+                self.float8[operand] = merged_float8(self.float8[operand], copy) if operand in self.float8 else copy
+        for name, grad in zip(compiled.names, grads, strict=True):
+            scaled = np.asarray(grad, np.float32) * np.float32(self.scale)
+            found = jax.device_get(compiled.probe.take([scaled], self.limits))
+            self._put(_Row("parameters", name, BACKWARD), found, ("float32",))
+
+    def verified(self) -> NumericsReport:
+        """The report with a trial of the loss scale, and of overrides for the modules that lose values."""
+        losing, report = self._losing(), self.report()
+        if self.has_half or report.init_scale is None:
+            return report
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about operations that the policy leaves in float32, as intended here
+                kept, trials = self._tried([path for path in losing if path], report.init_scale)
+        except Exception as error:  # The report is valid without the trial.
+            note = f"the recommendation was not tried: autocast fails with {type(error).__name__}: {error}"
+            return dataclasses.replace(report, notes=(*report.notes, note))
+        return self.report(kept, trials)
+
+    def _tried(self, losing: Sequence[str], init_scale: float) -> tuple[tuple[str, ...], tuple[Tried, ...]]:
+        """The modules that must stay in float32, and the trials that show it."""
+        budget = self.budget
+        outliers = self._outliers()
+        rows = [row for row in self.largest if row[1] not in outliers] or self.largest[-1:]
+        _, number, args, exact = rows[0]
+        half = Policy(jnp.float32, self.limits.dtype, jnp.float32)
+        paths = self._paths()
+        trials: dict[frozenset[str], Trial] = {}
+
+        def tried(what: str, scale: float, kept: Sequence[str] = ()) -> Tried:
+            key = frozenset(kept)
+            if key not in trials:
+                pairs = tuple((f"*/{below_root(path, paths)}", get_policy("float32")) for path in kept)
+                policy = dataclasses.replace(half, overrides=pairs)
+                trials[key] = Trial("numerics", self.loss.under(policy).with_named_modules(), args)
+            return Tried(what, number, scale, trials[key].error(scale, exact), trials[key].half_share)
+
+        found = [tried("as it is", self.scale)]
+        if init_scale != self.scale:
+            found.append(tried("with the recommended scale", init_scale))
+        if not losing:
+            return (), tuple(found)
+        kept, scale = list(losing), self._scales(losing)[1] or init_scale
+        best = tried("with scale and overrides", scale, kept)
+        if not found[-1].error - best.error > budget:
+            return (), tuple(found)
+        for path in losing if 1 < len(losing) <= _MOST_SINGLES else ():
+            rest = [other for other in kept if other != path]
+            scale = self._scales(rest)[1] or init_scale
+            without = tried("with scale and overrides", scale, rest)
+            if without.error <= best.error + budget and found[-1].error - without.error > budget:
+                kept, best = rest, without
+        return tuple(kept), (*found, best)
+
+    def _outliers(self) -> set[int]:
+        """The numbers of the batches whose gradients are far larger than those of the others."""
+        sizes = [max(batch.values(), default=0.0) for batch in self.gradients]
+        median = float(np.median(sizes))
+        return {i for i, size in enumerate(sizes) if len(sizes) >= _FEWEST and size > _OUTLIER * median}
+
+    def _paths(self) -> set[str]:
+        return {row.name for row in self.tallies if row.table == "by_op" and row.name}
+
+    def _put(self, row: _Row, found: RangeNote, dtypes: Iterable[str]) -> None:
+        self.tallies[row] = self.tallies.get(row, Tally()) + tally_of(found)
+        self.dtypes.setdefault(row, {}).update(dict.fromkeys(dtypes))
+        histogram = found[2]
+        if histogram.size:
+            self.exponents[row] = self.exponents.get(row, 0) + histogram.astype(np.int64)
+
+    def report(self, kept: Sequence[str] = (), trials: tuple[Tried, ...] = ()) -> NumericsReport:
+        """The report over all batches.
+
+        Args:
+            kept: The modules to keep in float32.
+            trials: What was tried.
+        """
+        losing, (safe, init) = self._losing(), self._scales(kept)
+        outside = "" in losing and not (trials and math.isfinite(trials[-1].error))
+        paths = self._paths()
+        return NumericsReport(
+            dtype=self.limits.dtype.name,
+            loss_scale=self.scale,
+            batches=self.batches,
+            activations=self._table("activations"),
+            gradients=self._table("gradients"),
+            parameters=self._table("parameters"),
+            by_op=self._table("by_op"),
+            float8=tuple(Float8Range.of(*row, found) for row, found in self.float8.items()),
+            activation_gradient_exponents=self._histogram("gradients"),
+            parameter_gradient_exponents=self._histogram("parameters"),
+            half_gradient_exponents=self._histogram("half gradients"),
+            largest_safe_scale=safe,
+            init_scale=init,
+            keep_float32=tuple(below_root(path, paths) for path in kept),
+            losing=() if trials else tuple(below_root(path, paths) for path in losing if path),
+            losing_lines=self._lines() if outside else (),
+            outliers=tuple(sorted(self._outliers())),
+            trials=trials,
+            unseen=tuple(self.unseen),
+            budget=self.budget,
+        )
+
+    def _losing(self) -> list[str]:
+        """The paths of the modules whose values half overflows, or flushes at a scale that fits the others."""
+        largest = float(compat.finfo(self.limits.dtype).max)
+        losing: dict[str, None] = {}
+        for path, phase, tally in self._rows_that_matter():
+            if phase == FORWARD and (tally.overflowed or tally.flushed_share > _MUCH):
+                losing[path] = None
+            # It overflows even at scale 1. A scale small enough for it would flush everything else.
+            if phase == BACKWARD and tally.max / self.scale > largest:
+                losing[path] = None
+        for row, tally in self.tallies.items():  # inside of modules
+            overflows = tally.overflowed if row.phase == FORWARD else tally.max / self.scale > largest
+            if row.table == "by_op" and overflows and self._may_be_half(row):
+                losing[row.name] = None
+        while (init := self._scales(losing)[1]) is not None:
+            flushed = [
+                path
+                for path, phase, _ in self._rows_that_matter()
+                if phase == BACKWARD and path not in losing and self._flushed_share(path, init) > _MUCH
+            ]
+            if not flushed:
+                break
+            losing |= dict.fromkeys(flushed)
+        return list(losing)
+
+    def _may_be_half(self, row: _Row) -> bool:
+        dtypes = self.dtypes[row]
+        return self.limits.dtype.name in dtypes if self.has_half else _rule(row.op) not in ("float32", "as traced")
+
+    def _scales(self, kept: Iterable[str]) -> tuple[float | None, float | None]:
+        """The largest safe and the recommended scale for all other modules, in batches that are no outliers."""
+        gradient = self._largest_gradient(kept)
+        if gradient is None:
+            return None, None
+        safe = 2.0 ** math.floor(math.log2(float(compat.finfo(self.limits.dtype).max) / gradient))
+        init = min(max(safe / _HEADROOM, _SMALLEST_SCALE), _LARGEST_SCALE)
+        return safe, init if self.limits.dtype == jnp.float16 else 1.0
+
+    def _rows_that_matter(self) -> list[tuple[str, str, Tally]]:
+        return [(row.name, row.phase, tally) for row, tally in self.tallies.items() if row.table == "matters"]
+
+    def _flushed_share(self, path: str, scale: float) -> float:
+        """The share of a module's nonzero gradients that half would flush to zero at a scale."""
+        counts = _by_exponent(self.exponents[_Row("matters", path, BACKWARD)])
+        return self.limits.flushed_share(counts, scale / self.scale)
+
+    def _lines(self) -> tuple[str, ...]:
+        """The operations outside of named modules that lose most, with their lines."""
+        lost = [
+            f"{row.op} at {row.source or 'an unknown line'}"
+            for row, tally in self.tallies.items()
+            if row.table == "by_op" and not row.name
+            if tally.overflowed or (row.phase == FORWARD and tally.flushed_share > _MUCH)
+        ]
+        return tuple(dict.fromkeys(lost))
+
+    def _largest_gradient(self, kept: Iterable[str]) -> float | None:
+        """The largest gradient at scale 1 outside of the kept modules; None if there is none or one is not finite."""
+        outliers, kept = self._outliers(), set(kept)
+        batches = [batch for i, batch in enumerate(self.gradients) if i not in outliers]
+        seen = [size for batch in batches for path, size in batch.items() if path not in kept]
+        if not seen:
+            total = sum((tally for row, tally in self.tallies.items() if row.table == "parameters"), start=Tally())
+            seen = [math.inf if total.nonfinite else total.max / self.scale]
+        return max(seen) if 0 < max(seen) < math.inf else None
+
+    def _table(self, table: str) -> tuple[Range, ...]:
+        return tuple(
+            Range(
+                name=row.name,
+                phase=row.phase,
+                dtypes=tuple(self.dtypes[row]),
+                max=tally.max,
+                min_nonzero=tally.min_nonzero,
+                count=tally.size,
+                zeros=tally.zeros / max(tally.size, 1),
+                flushed=tally.flushed_share,
+                overflowed=tally.overflowed_share,
+                nonfinite=tally.nonfinite,
+                op=row.op,
+                source=row.source,
+            )
+            for row, tally in self.tallies.items()
+            if row.table == table
+        )
+
+    def _histogram(self, table: str) -> dict[int, int]:
+        found = (counts for row, counts in self.exponents.items() if row.table == table)
+        return _by_exponent(sum(found, start=np.zeros(BINS, int)))
+
+
+def _by_exponent(counts: np.ndarray) -> dict[int, int]:
+    """The number of values per exponent of two."""
+    return {int(i) - BIAS: int(counts[i]) for i in np.flatnonzero(counts)}
+
+
+def _dtypes(place: Site) -> list[str]:
+    return [v.aval.dtype.name for v in place.eqn.outvars if is_inexact(v)]
+
+
+def _rule(op: str) -> str:
+    """The rule for a primitive in autocast's default lists."""
+    listed = primitive(op).op
+    return {Op.ALLOW: "half", Op.DENY: "float32", Op.OPAQUE: "as traced"}.get(listed, "follows") if op else ""

@@ -1,0 +1,358 @@
+"""Range statistics of arrays: small arrays per equation, summed over iterations and batches, by XLA or by NumPy."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpjax.inspection.ranges.activations import Counted, in_units_of_scales
+from mpjax.program import compat
+from mpjax.program.graph import Block, Site
+from mpjax.program.host import in_host_memory
+from mpjax.program.interpreter import Key, Probe, is_float
+from mpjax.program.primitives import Op, primitive
+from mpjax.program.source import RECOMPUTED
+
+BINS = 256  # float32's exponents
+BIAS = 127
+# As integers, the bits of float32 magnitudes sort like the magnitudes; infinity and NaN are the largest.
+SIZE_BITS, INFINITY = 0x7FFFFFFF, 0x7F800000
+
+
+RangeNote = tuple[Any, Any, Any]  # counts, extremes and exponents of some arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The exact limits of a half dtype, with rounding to nearest, ties to even.
+
+    Args:
+        dtype: The half dtype.
+        flushed: Magnitudes up to this one become zero.
+        overflowed: Magnitudes from this one on become inf.
+        bits: The number of mantissa bits, without the leading one.
+    """
+
+    dtype: np.dtype
+    flushed: float
+    overflowed: float
+    bits: int
+
+    @classmethod
+    def of(cls, dtype: Any) -> Limits:
+        """The limits of a dtype."""
+        info = compat.finfo(dtype)
+        largest = float(info.max)
+        last_place = 2.0 ** (np.floor(np.log2(largest)) - info.nmant)
+        return cls(np.dtype(dtype), float(info.smallest_subnormal) / 2, largest + last_place / 2, int(info.nmant))
+
+    @staticmethod
+    def bits_of(limit: float) -> int:
+        """The bits of a limit as a float32."""
+        return int(np.float32(limit).view(np.int32))
+
+    @property
+    def flushed_below(self) -> int:
+        """Numbers with a smaller exponent of two become zero. With this exponent, only the power of two itself does."""
+        return round(np.log2(self.flushed))
+
+    def flushed_share(self, exponents: Mapping[int, int], factor: float) -> float:
+        """The share of values that become zero when a power of two multiplies them.
+
+        Args:
+            exponents: The number of values per exponent of two.
+            factor: The power of two.
+        """
+        lowest = self.flushed_below - round(math.log2(factor))
+        lost = sum(count for exponent, count in exponents.items() if exponent < lowest)
+        return lost / max(sum(exponents.values()), 1)
+
+    @property
+    def exponents(self) -> tuple[int, int]:
+        """The smallest and the largest exponent of two that the dtype holds, subnormal numbers included."""
+        return round(np.log2(self.flushed)) + 1, round(np.log2(self.overflowed)) - 1
+
+
+@dataclasses.dataclass
+class Tally:
+    """Statistics of values; `+` combines two tallies.
+
+    Args:
+        max: The largest magnitude of a finite value.
+        min_nonzero: The smallest nonzero magnitude; inf if there is none.
+        size: The number of values.
+        zeros: The number of zeros.
+        flushed: The number of nonzero values that half would flush to zero.
+        overflowed: The number of finite values that overflow to inf in half.
+        nonfinite: The number of values that are inf or NaN already.
+    """
+
+    max: float = 0.0
+    min_nonzero: float = np.inf
+    size: int = 0
+    zeros: int = 0
+    flushed: int = 0
+    overflowed: int = 0
+    nonfinite: int = 0
+
+    def __add__(self, other: Tally) -> Tally:
+        mine, theirs = vars(self), vars(other)
+        extremes = {"max": max(self.max, other.max), "min_nonzero": min(self.min_nonzero, other.min_nonzero)}
+        return Tally(**{name: mine[name] + theirs[name] for name in mine} | extremes)
+
+    @property
+    def flushed_share(self) -> float:
+        """The share of the nonzero values that half would flush to zero."""
+        return self.flushed / max(self.size - self.zeros - self.nonfinite, 1)
+
+    @property
+    def overflowed_share(self) -> float:
+        """The share of all finite values that overflow to inf in half."""
+        return self.overflowed / max(self.size - self.nonfinite, 1)
+
+
+def _classified(x: Any, limits: Limits) -> Sequence[Any]:
+    """Counts of zero, flushed or zero, in-range and finite elements, and the bits of the extreme nonzero magnitudes.
+
+    One reduction with six results reads the array once and compiles to one kernel. It takes a thirtieth of the time of
+    six reductions.
+    """
+    size = _size_bits(x)
+    flushed, overflowed = limits.bits_of(limits.flushed), limits.bits_of(limits.overflowed)
+
+    def count(mask: Any) -> Any:
+        return mask.astype(jnp.uint32)
+
+    operands = (
+        count(size == 0),
+        count(size <= flushed),
+        count(size < overflowed),
+        count(size < INFINITY),
+        jnp.where(size < INFINITY, size, 0),
+        jnp.where(size == 0, INFINITY, jnp.minimum(size, INFINITY)),
+    )
+    starts = (*[np.uint32(0)] * 4, np.int32(0), np.int32(INFINITY))
+
+    def combine(a: Sequence[Any], b: Sequence[Any]) -> Sequence[Any]:
+        return (*(x + y for x, y in zip(a[:4], b[:4], strict=True)), lax.max(a[4], b[4]), lax.min(a[5], b[5]))
+
+    return lax.reduce(operands, starts, combine, tuple(range(size.ndim)))
+
+
+def _size_bits(x: Any) -> Any:
+    """The bits of the float32 magnitudes of an array's elements."""
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & SIZE_BITS
+
+
+def tally_of(found: RangeNote) -> Tally:
+    """The tally of a note."""
+    counts, (largest, smallest), _ = found
+    return Tally(float(largest), float(smallest), *map(int, counts))
+
+
+def _exponents(x: Any) -> Any:
+    """The histogram of the exponents of nonzero finite values."""
+    size = _size_bits(x).ravel()
+    counts = (size != 0) & (size < INFINITY)
+    return jnp.zeros(BINS, jnp.uint32).at[size >> 23].add(counts.astype(jnp.uint32))
+
+
+# What one scale for each tensor does to the operands of float8 matmuls
+
+Float8Note = Any  # float32[4]: the largest magnitude, nonzero values, those that become zero, largest / median
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Range:
+    """The operands of one module's float8 matmuls in one pass, over all batches.
+
+    Args:
+        name: The module path.
+        phase: `"forward"` or `"backward"`.
+        dtypes: The float8 dtype: e4m3 holds operands, e5m2 cotangents.
+        max: The largest magnitude, which the scale maps to the largest number of the dtype.
+        flushed: The share of the nonzero values that become zero.
+        outliers: The largest magnitude over the median of the nonzero magnitudes; the largest of all tensors.
+        count: The number of nonzero values.
+    """
+
+    name: str
+    phase: str
+    dtypes: tuple[str, ...]
+    max: float
+    flushed: float
+    outliers: float
+    count: int
+
+    @classmethod
+    def of(cls, name: str, phase: str, dtype: str, found: Float8Note) -> Float8Range:
+        """The row of a note."""
+        largest, count, flushed, outliers = map(float, found)
+        return cls(name, phase, (dtype,), largest, flushed / max(count, 1.0), outliers, int(count))
+
+
+def together_float8(a: Float8Range, b: Float8Range) -> Float8Range:
+    """Merges two rows."""
+    count = a.count + b.count
+    flushed = (a.count * a.flushed + b.count * b.flushed) / max(count, 1)
+    worst = {name: max(getattr(a, name), getattr(b, name)) for name in ("max", "outliers")}
+    return dataclasses.replace(a, flushed=flushed, count=count, **worst)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def float8_note(x: Any, scale: Any, dtype: np.dtype) -> Float8Note:
+    """The note of one tensor and its scale."""
+    size = jnp.abs(compat.replicated(x).astype(jnp.float32))
+    nonzero = (size > 0) & jnp.isfinite(size)
+    largest = jnp.max(size, initial=0, where=nonzero)
+    median = jnp.nanmedian(jnp.where(nonzero, size, jnp.nan))
+    flushed = nonzero & (size / compat.replicated(scale) <= float(compat.finfo(dtype).smallest_subnormal) / 2)
+    outliers = jnp.where(largest > 0, largest / median, 0.0)
+    counts = [jnp.sum(mask, dtype=jnp.float32) for mask in (nonzero, flushed)]
+    return jnp.stack([largest, *counts, outliers])
+
+
+def merged_float8(a: Float8Note, b: Float8Note) -> Float8Note:
+    """The note of both tensors."""
+    return jnp.concatenate([jnp.maximum(a[:1], b[:1]), a[1:3] + b[1:3], jnp.maximum(a[3:], b[3:])])
+
+
+def is_measured(place: Site, counts: Counted) -> bool:
+    """Whether an equation's results are measured: all results that count, and all other floating-point arithmetic."""
+    eqn, name = place.eqn, place.name
+    if place.blocks or place.phase == RECOMPUTED or not floats(eqn.outvars) or in_units_of_scales(eqn):
+        return False
+    if place.number in counts.all:
+        return True
+    row = primitive(name)
+    # Operations that keep values, or round them to integers, lose nothing more in half.
+    loses = not (row.keeps_values or row.exact or row.moves or row.op is Op.READ)
+    return loses and bool(floats(eqn.invars))
+
+
+def floats(variables: Iterable[Any]) -> list[int]:
+    """The indices of the variables that are real floating-point arrays."""
+    return [i for i, v in enumerate(variables) if is_float(v)]
+
+
+class RangeProbe(Probe):
+    """Records range statistics of each equation's results, and the exponents of gradients.
+
+    Args:
+        block: The program.
+        counts: The equations whose results count as activations or gradients.
+        limits: The limits of the half dtype.
+    """
+
+    def __init__(self, block: Block, counts: Counted, limits: Limits):
+        self.limits = limits
+        self.places: Mapping[int, Site] = {p.number: p for p in block.places() if is_measured(p, counts)}
+        self.graded = (counts.gradients | counts.parameters) & self.places.keys()
+        quantised = (p for p in block.places() if p.name == "float8_quantise" and p.phase != RECOMPUTED)
+        self.quantised: Mapping[int, Site] = {p.number: p for p in quantised}
+
+    def equation(
+        self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
+    ) -> dict[Key, Any]:
+        if place.number in self.quantised:
+            return {("float8", place.number): float8_note(*ins, place.eqn.params["dtype"])}
+        if place.number not in self.places:
+            return {}
+        measured = [outs[i] for i in floats(place.eqn.outvars)]
+        return {("range", place.number): self.take(measured, self.limits, place.number in self.graded)}
+
+    def take(self, *given: Any) -> Any:
+        """The note of one equation; see `note`."""
+        return note(*given)
+
+    def keys(self, block: Block) -> Sequence[Key]:
+        found = [*(("range", n) for n in self.places), *(("float8", n) for n in self.quantised)]
+        return [key for key in found if block.start <= key[1] < block.end]
+
+    def empty(self, key: Key) -> RangeNote | Float8Note:
+        if key[0] == "float8":
+            return jnp.zeros(4, jnp.float32)
+        exponents = jnp.zeros(BINS if key[1] in self.graded else 0, jnp.uint32)
+        return jnp.zeros(5, jnp.uint32), jnp.array([0.0, np.inf], jnp.float32), exponents
+
+    def merge(self, key: Key, a: Any, b: Any) -> RangeNote | Float8Note:
+        if key[0] == "float8":
+            return merged_float8(a, b)
+        (counts, (largest, smallest), exponents), (more, (larger, smaller), others) = a, b
+        extremes = jnp.stack([jnp.maximum(largest, larger), jnp.minimum(smallest, smaller)])
+        return counts + more, extremes, exponents + others
+
+
+@functools.partial(jax.jit, static_argnames=("limits", "graded"))
+def note(arrays: Sequence[Any], limits: Limits, graded: bool = True) -> RangeNote:
+    """The note of some arrays; compiled once per combination of shapes.
+
+    Args:
+        arrays: Real floating-point arrays.
+        limits: The limits of the half dtype.
+        graded: Whether to compute the histogram of exponents.
+
+    Returns:
+        Counts (in the order of the last fields of `Tally`), the largest and the smallest nonzero magnitude, and the
+        histogram.
+    """
+    arrays = [*map(compat.replicated, arrays)]
+    x = arrays[0] if len(arrays) == 1 else jnp.concatenate([out.ravel() for out in arrays])
+    zeros, small, held, finite, largest, smallest = _classified(x, limits)
+    size = np.uint32(np.size(x))
+    counts = [size, zeros, small - zeros, finite - held, size - finite]
+    extremes = lax.bitcast_convert_type(jnp.stack([largest, smallest]), jnp.float32)
+    exponents = _exponents(x) if graded else jnp.zeros(0, jnp.uint32)
+    return jnp.stack([jnp.asarray(count, jnp.uint32) for count in counts]), extremes, exponents
+
+
+_CHUNK = 1 << 16  # elements: intermediate results stay in the cache
+
+
+class HostRangeProbe(RangeProbe):
+    """A `RangeProbe` that measures arrays with NumPy where the host can read them in place."""
+
+    def take(self, arrays: Sequence[Any], *given: Any) -> Any:
+        return (note_on_host if all(map(in_host_memory, arrays)) else note)(arrays, *given)
+
+
+def note_on_host(arrays: Sequence[Any], limits: Limits, graded: bool = True) -> RangeNote:
+    """The same result as `note`, computed with NumPy."""
+    counts, histogram = np.zeros(5, np.uint32), np.zeros(BINS, np.uint32)
+    largest, smallest = 0, INFINITY
+    for size in (size for x in arrays for size in _chunks(_bits(x))):
+        zeros, small, held, finite = (
+            size.size - np.count_nonzero(size),
+            np.count_nonzero(size <= limits.bits_of(limits.flushed)),
+            np.count_nonzero(size < limits.bits_of(limits.overflowed)),
+            np.count_nonzero(size < INFINITY),
+        )
+        counts += np.array([size.size, zeros, small - zeros, finite - held, size.size - finite], np.uint32)
+        if graded:
+            histogram += np.bincount(size >> 23, minlength=BINS).astype(np.uint32)
+            histogram[[0, BINS - 1]] -= np.array([zeros, size.size - finite], np.uint32)
+        if finite < size.size:
+            size = size[size < INFINITY]
+        if zeros < size.size:
+            largest = max(largest, int(size.max()))
+            smallest = min(smallest, int((size - np.uint32(1)).min()) + 1)  # zero becomes the largest integer
+    extremes = np.array([largest, smallest], np.uint32).view(np.float32)
+    return counts, extremes, histogram if graded else histogram[:0]
+
+
+def _bits(x: Any) -> np.ndarray:
+    array = np.asarray(x)
+    return np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint32)
+
+
+def _chunks(bits: np.ndarray) -> Iterator[np.ndarray]:
+    for i in range(0, bits.size, _CHUNK):
+        yield bits[i : i + _CHUNK] & np.uint32(SIZE_BITS)

@@ -1,1 +1,0 @@
-"""`search`: which modules must stay in float32 to meet an error budget."""

@@ -1,1 +1,0 @@
-"""`watch`: statistics of activations and gradients by module while training runs."""

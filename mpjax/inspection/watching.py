@@ -1,0 +1,382 @@
+"""`watch`: amax, flushed and non-finite values by module inside a compiled training step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpjax.inspection.gradient import Loss, argument_names
+from mpjax.inspection.lockstep import grouped
+from mpjax.inspection.ranges.activations import Counted, counted
+from mpjax.inspection.ranges.range_statistics import Limits, RangeNote, RangeProbe, floats, note
+from mpjax.inspection.reports import Section, percent
+from mpjax.loss_scale.replicas import all_finite
+from mpjax.loss_scale.state import find_loss_scale_state, loss_scale_of
+from mpjax.policy import HALF_DTYPES
+from mpjax.program.graph import Block, Site, lay_out, owners_of
+from mpjax.program.interpreter import Instrumented, widened
+from mpjax.program.source import BACKWARD
+from mpjax.program.tracing import traced_call
+
+# The columns of a record's statistics.
+COLUMNS = ("amax", "flushed", "zeros", "nonfinite")
+_SHOWN = 20  # rows of a printed record
+_MUCH = 0.5  # the share of flushed values from which a record warns
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchedModule:
+    """The statistics of one module in one pass of one step.
+
+    Args:
+        name: The module path; outside of named modules, the user's function.
+        phase: `"forward"` or `"backward"`.
+        amax: The largest magnitude of a finite value, computed in float32. Gradients do not include the loss scale.
+        flushed: Of the nonzero values that the program stores in half, the share that is flushed to zero at the loss
+            scale.
+        zeros: The share of values that are zero in float32 too.
+        nonfinite: The number of values that are inf or NaN, or beyond the range of the dtype that stores them.
+    """
+
+    name: str
+    phase: str
+    amax: float
+    flushed: float
+    zeros: float
+    nonfinite: int
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchRecord:
+    """The statistics of one step; `print` it.
+
+    Args:
+        step: The step number, counted from 0.
+        loss_scale: The loss scale of the step's gradients.
+        overflow: Whether the gradients were not finite.
+        modules: The statistics by module, in program order.
+        unseen: Operations of which only the results count, and why.
+    """
+
+    step: int
+    loss_scale: float
+    overflow: bool
+    modules: tuple[WatchedModule, ...]
+    unseen: tuple[str, ...] = ()
+
+    def scalars(self) -> dict[str, float]:
+        """The statistics by tag, such as `backward/Net/Dense_0/amax`, for TensorBoard and similar tools."""
+        numbers = {
+            f"{row.phase}/{row.name or '-'}/{name}": float(getattr(row, name))
+            for row in self.modules
+            for name in COLUMNS
+        }
+        return {"loss_scale": self.loss_scale, **numbers}
+
+    def __str__(self) -> str:
+        lines = [f"step {self.step}, loss scale {self.loss_scale:g}" + (": overflow" if self.overflow else "")]
+        bad = [row for row in self.modules if row.nonfinite]
+        if bad:
+            first = bad[0]
+            lines.append(f"first inf or NaN: {first.name or '-'}, {first.phase} ({first.nonfinite} values)")
+        elif self.overflow:
+            lines.append("no watched value leaves its range: mpjax.find_nonfinite finds the operation")
+        lost = [row for row in self.modules if row.flushed > _MUCH]
+        if lost:
+            several = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+            what = f"{lost[0].name or '-'}, {lost[0].phase} ({lost[0].flushed:.0%}){several}"
+            scale = ": gradients need a larger loss scale" if lost[0].phase == "backward" else ""
+            lines.append(f"warning: flushed to zero are most values of {what}{scale}")
+        rows = [
+            (
+                row.name or "-",
+                row.phase,
+                f"{row.amax:.4g}",
+                percent(row.flushed),
+                f"{row.zeros:.1%}",
+                str(row.nonfinite),
+            )
+            for row in sorted(self.modules, key=lambda row: (-row.nonfinite, -row.flushed, -row.amax))[:_SHOWN]
+        ]
+        section = Section("", "\n".join(lines), "module|pass|>amax|>flushed|>zeros|>inf/NaN", rows)
+        return "\n".join([*section.lines(), *(f"not inspected: {place}" for place in self.unseen)])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WatchState:
+    """State of `watch`: arrays of fixed shapes and dtypes, passed from step to step like the optimizer state.
+
+    Args:
+        step: Shape (), int32; the number of steps taken.
+        last_finite: Shape (), bool; whether the last step's gradients were finite.
+        written: Shape (), int32; the number of records written.
+        steps: Shape (keep,), int32; the steps of the last records, in a ring buffer.
+        scales: Shape (keep,), float32; their loss scales.
+        overflows: Shape (keep,), bool; whether their gradients were not finite.
+        statistics: Shape (keep, modules, 4), float32; the columns are `COLUMNS`.
+        names: Name and pass of each module; static, not an array.
+        unseen: Operations of which only the results count; static.
+    """
+
+    step: jax.Array
+    last_finite: jax.Array
+    written: jax.Array
+    steps: jax.Array
+    scales: jax.Array
+    overflows: jax.Array
+    statistics: jax.Array
+    names: tuple[tuple[str, str], ...] = dataclasses.field(metadata={"static": True})
+    unseen: tuple[str, ...] = dataclasses.field(metadata={"static": True}, default=())
+
+    def records(self) -> tuple[WatchRecord, ...]:
+        """Returns the last records, oldest first.
+
+        Call it on the host, outside of `jit`.
+        """
+        state = jax.device_get(self)
+        keep, written = len(state.steps), int(state.written)
+        records: list[WatchRecord] = []
+        for i in range(max(written - keep, 0), written):
+            at = i % keep
+            modules = tuple(
+                WatchedModule(*place, float(amax), float(underflow), float(zeros), int(nonfinite))
+                for place, (amax, underflow, zeros, nonfinite) in zip(self.names, state.statistics[at], strict=True)
+            )
+            overflow = bool(state.overflows[at])
+            records.append(WatchRecord(int(state.steps[at]), float(state.scales[at]), overflow, modules, self.unseen))
+        return tuple(records)
+
+
+class Watch(NamedTuple):
+    """The result of `watch`: a pair of pure functions, like an optax transformation.
+
+    Args:
+        init: `init(*args) -> WatchState`, with the arguments of the loss function (arrays or shapes).
+        update: `update(state, *args, grads=None, opt_state=None, finite=None) -> WatchState`, called in each step with
+            the arguments at which the step's gradients are taken (the parameters before their update).
+    """
+
+    init: Callable[..., WatchState]
+    update: Callable[..., WatchState]
+
+
+def watch(
+    fun: Callable[..., Any],
+    *,
+    every: int = 100,
+    callback: Callable[[WatchRecord], Any] | None = None,
+    keep: int = 8,
+    policy: Any = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Watch:
+    """Records statistics of a loss function's activations and gradients by module, at regular steps, inside `jit`.
+
+    On each step:
+
+        due = step % every == 0, or the gradients are not finite and those of the step before were
+        lax.cond(due, run the gradient once more in float32; compare its values with the range of the dtypes that the
+                      program stores them in; keep these statistics; call back, nothing)
+
+    The training program itself is unchanged, so watching changes no result. Steps without a record cost nothing (with
+    `grads=`, one read of the gradients). A step with a record takes two to three times as long. All state is in
+    `WatchState`, an argument and a result of the training step. The step counter therefore always matches the run,
+    nothing is recompiled, and no step waits for the host.
+
+    Args:
+        fun: The loss function that the training step differentiates.
+        every: The number of steps between two records.
+        callback: A Python function that receives the `WatchRecord` of each recorded step (see its `scalars`). The
+            runtime calls it asynchronously on the host. None to read `WatchState.records` instead.
+        keep: The number of most recent records in the state.
+        policy: Anything that `get_policy` accepts; `fun` runs under autocast, as in `value_and_grad(policy=...)`.
+        argnums: Positions of the arguments to differentiate.
+        has_aux: Whether `fun` returns `(loss, aux)`.
+
+    Returns:
+        A `Watch`, two pure functions `init(*args)` and `update(state, *args, grads=None, opt_state=None, finite=None)`.
+        `opt_state` holds the `LossScaleState` of the step's gradients, before its update; the amax of gradients in
+        records does not include its scale. To record an overflow at once, pass `finite` or `grads`. `finite` is a bool
+        of shape (), or the optimizer state after the update, whose `LossScaleState` holds it. `grads` are the step's
+        gradients, which are read once more.
+
+    Raises:
+        ValueError: `every` or `keep` is less than 1, the arguments of `update` result in another program than those of
+            `init`, or `update` is called inside a `shard_map` or `pmap`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> def loss_fn(w, x):
+        ...     return jnp.mean(jnp.tanh(x @ w) ** 2)
+        >>> watched = mpjax.watch(loss_fn, every=2, policy="mixed_float16")
+        >>> @jax.jit
+        ... def step(w, state, x):
+        ...     loss, grads = mpjax.value_and_grad(loss_fn, policy="mixed_float16")(w, x)
+        ...     return w - 0.1 * grads, watched.update(state, w, x, grads=grads)
+        >>> w, x = jnp.eye(4), jnp.ones((8, 4))
+        >>> state = watched.init(w, x)
+        >>> for _ in range(3):
+        ...     w, state = step(w, state, x)
+        >>> [(record.step, record.modules[0].phase) for record in state.records()]
+        [(0, 'forward'), (2, 'forward')]
+
+    Source: the statistics are those of NVIDIA Transformer Engine's debug features (`LogTensorStats`).
+    """
+    for name, value in (("every", every), ("keep", keep)):
+        if not isinstance(value, (int, np.integer)) or value < 1:
+            raise ValueError(f"watch: {name}={value!r}: give a whole number of 1 or more.")
+    loss = Loss(fun, argnums, has_aux) if policy is None else Loss(fun, argnums, has_aux).under(policy)
+    measured = functools.partial(_measured, loss.with_named_modules())
+
+    def init(*args: Any) -> WatchState:
+        program = measured(jax.ShapeDtypeStruct((), jnp.float32), args)
+        names = program.names
+        return WatchState(
+            step=jnp.zeros((), jnp.int32),
+            last_finite=jnp.ones((), bool),
+            written=jnp.zeros((), jnp.int32),
+            steps=jnp.full(keep, -1, jnp.int32),
+            scales=jnp.ones(keep, jnp.float32),
+            overflows=jnp.zeros(keep, bool),
+            statistics=jnp.zeros((keep, len(names), len(COLUMNS)), jnp.float32),
+            names=names,
+            unseen=program.unseen,
+        )
+
+    def update(
+        state: WatchState, *args: Any, grads: Any = None, opt_state: Any = None, finite: Any = None
+    ) -> WatchState:
+        scale = jnp.ones((), jnp.float32) if opt_state is None else loss_scale_of(opt_state)
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            raise ValueError(
+                "watch: update is called inside of a shard_map or pmap, where each device has its own statistics. "
+                "Call it in the jit around that, with a loss function that contains the shard_map; or shard the arrays."
+            )
+        finite = _is_finite(grads, finite, state)
+        program = measured(scale, args)
+        if program.names != state.names:
+            raise ValueError(
+                f"watch: the program of update has {_difference(program.names, state.names)} the program of init: "
+                "call init with arguments of the same structure, shapes and dtypes."
+            )
+
+        def record(state: WatchState) -> WatchState:
+            at = state.written % state.steps.shape[0]
+            new = dataclasses.replace(
+                state,
+                written=state.written + 1,
+                steps=state.steps.at[at].set(state.step),
+                scales=state.scales.at[at].set(scale),
+                overflows=state.overflows.at[at].set(~finite),
+                statistics=state.statistics.at[at].set(program.run(scale)),
+            )
+            if callback is not None:
+                jax.debug.callback(functools.partial(_call, callback), new)
+            return new
+
+        due = (state.step % every == 0) | (~finite & state.last_finite)
+        state = lax.cond(due, record, lambda state: state, state)
+        return dataclasses.replace(state, step=state.step + 1, last_finite=finite)
+
+    return Watch(init, update)
+
+
+def _call(callback: Callable[[WatchRecord], Any], state: WatchState) -> None:
+    callback(jax.tree.map(np.asarray, state).records()[-1])
+
+
+def _is_finite(grads: Any, finite: Any, state: WatchState) -> Any:
+    if finite is None:
+        return all_finite(grads, state.last_finite, ())
+    if hasattr(finite, "dtype"):
+        return finite
+    return find_loss_scale_state(finite).last_finite
+
+
+def _difference(found: Sequence[tuple[str, str]], expected: Sequence[tuple[str, str]]) -> str:
+    more = [f"{name or '-'} ({phase})" for name, phase in found if (name, phase) not in expected]
+    missing = f"modules ({', '.join(more[:3])}) that are not in"
+    return missing if more else "fewer modules, or modules in another order, than"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Measurement:
+    """The gradient program for given arguments, with range statistics.
+
+    Args:
+        names: Name and pass of each module.
+        run: Returns the statistics at a loss scale, shape (modules, 4).
+        unseen: Operations of which only the results count.
+    """
+
+    names: tuple[tuple[str, str], ...]
+    run: Callable[[Any], jax.Array]
+    unseen: tuple[str, ...]
+
+
+def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Measurement:
+    names: list[str] = []
+    kwargs = {"mpjax_loss_scale": scale}
+    program = traced_call(loss.gradient_at_any_scale(names), args, kwargs)
+    block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, argument_names(program, args, kwargs)))
+    counts, groups = counted(block, len(names)), grouped(block).groups
+    probe = StatisticsProbe(block, counts)
+    rows: dict[tuple[str, str], list[Site]] = {}
+    for number, place in probe.places.items():
+        phase = "backward" if place.phase == BACKWARD else "forward"
+        rows.setdefault((groups[number].name, phase), []).append(place)
+
+    def run(scale: Any) -> jax.Array:
+        consts = [widened(x) for x in block.consts]
+        arrays = [widened(x) for x in program.arrays]
+        _, notes = Instrumented(probe, wide=True).block(block, arrays, consts=consts)
+        return jnp.stack(
+            [_row(notes, places, scale if phase == "backward" else 1) for (_, phase), places in rows.items()]
+        )
+
+    return _Measurement(tuple(rows), run, block.not_entered())
+
+
+def _row(notes: Mapping[Any, RangeNote], places: Sequence[Site], scale: Any) -> Any:
+    """The values of `COLUMNS` over the equations of one module."""
+    found = [(notes["range", p.number], _dtype(p) in HALF_DTYPES) for p in places if ("range", p.number) in notes]
+    amax = functools.reduce(jnp.maximum, (extremes[0] for (_, extremes, _), _ in found), jnp.float32(0))
+    nothing = jnp.zeros(5, jnp.float32)
+    counts = sum((counts.astype(jnp.float32) for (counts, _, _), _ in found), nothing)
+    in_half = sum((counts.astype(jnp.float32) for (counts, _, _), is_half in found if is_half), nothing)
+    nonzero = jnp.maximum(in_half[0] - in_half[1] - in_half[4], 1)
+    return jnp.stack([amax / scale, in_half[2] / nonzero, counts[1] / jnp.maximum(counts[0], 1), counts[3] + counts[4]])
+
+
+class StatisticsProbe(RangeProbe):
+    """A `RangeProbe` of activations and gradients only, each against its storage dtype."""
+
+    def __init__(self, block: Block, counts: Counted):
+        made = {p.number: p for p in block.places() if p.number in counts.all}
+        self.places: Mapping[int, Site] = {n: p for n, p in made.items() if floats(p.eqn.outvars)}
+        self.graded = frozenset()
+
+    def equation(self, place: Site, iteration: Any, ins: Any, outs: Sequence[Any], rerun: Any) -> dict[Any, Any]:
+        if place.number not in self.places:
+            return {}
+        measured = [outs[i] for i in floats(place.eqn.outvars)]
+        return {("range", place.number): note(measured, _limits(_dtype(place)), False)}
+
+
+def _dtype(place: Site) -> Any:
+    """The widest dtype in which the program stores an equation's results."""
+    dtypes = (place.eqn.outvars[i].aval.dtype for i in floats(place.eqn.outvars))
+    return max(dtypes, key=lambda dtype: dtype.itemsize)
+
+
+def _limits(dtype: Any) -> Limits:
+    """The limits of a half dtype; none for others."""
+    return Limits.of(dtype) if dtype in HALF_DTYPES else Limits(np.dtype(np.float32), 0.0, float("inf"), 23)

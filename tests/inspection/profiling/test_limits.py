@@ -1,0 +1,139 @@
+"""What limits a step: real small steps that are compiled again, call Python, or do little but update parameters."""
+
+import itertools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax.inspection.profiling import hlo
+from mpjax.inspection.profiling.advice import advise
+from mpjax.inspection.profiling.kernels import Kernel, Split
+
+W = jax.device_put(np.eye(16, dtype=np.float32))
+
+
+def train_step(w, x):
+    return w - 0.1 * x.T @ jnp.tanh(x @ w), x.sum()
+
+
+def test_a_new_shape_at_each_step_is_recompilation_with_the_shapes():
+    batches = (np.ones((n, 16), np.float32) for n in itertools.count(8))
+    report = mpjax.profile(jax.jit(train_step), W, batches=batches, steps=10)
+    assert report.limit == "recompilation"
+    assert report.compilation_share > 0.8 > report.dispatch_share
+    assert report.recompilation.steps == report.recompilation.measured == report.steps == 3
+    assert set(report.recompilation.changed) == {"args[1]"}
+    assert "args[1]: float32[8,16], float32[9,16]" in " ".join(str(report).split())
+
+
+def test_four_shapes_in_turn_are_compiled_once_each_and_timed_together():
+    batches = [np.ones((8 * n, 16), np.float32) for n in (1, 2, 3, 4)]
+    report = mpjax.profile(jax.jit(train_step), W, batches=batches, steps=8)
+    assert report.recompilation is None
+    assert report.compilation_share == 0
+    assert any("several shapes" in note and "float32[32,16]" in note for note in report.notes)
+    # A step takes far less than a millisecond, unless compilations are taken for steps.
+    assert max(report.step_seconds, report.traced_seconds) < 0.04
+
+
+def test_a_new_function_at_each_step_is_recompilation_without_a_shape():
+    def step(w, x):
+        return jax.jit(lambda w, x: train_step(w, x))(w, x)
+
+    report = mpjax.profile(step, W, np.ones((8, 16), np.float32), steps=2)
+    assert {advice.limit for advice in report.advice[:2]} == {"recompilation", "code outside of jit"}
+    assert report.recompilation.changed == {}
+    assert "a function created at each call" in str(report)
+
+
+def slow(x):
+    time.sleep(0.02)
+    return x
+
+
+@pytest.mark.parametrize("kind", ["pure_callback", "io_callback", "debug_print"])
+def test_host_callbacks_are_named_with_their_line(kind, capfd):
+    @jax.jit
+    def step(x):
+        if kind == "debug_print":
+            jax.debug.print("{}", x[0, 0])
+            return x @ x
+        call = jax.pure_callback if kind == "pure_callback" else jax.experimental.io_callback
+        return call(slow, jax.ShapeDtypeStruct(x.shape, x.dtype), x) @ x
+
+    report = mpjax.profile(step, W, steps=2)
+    (callback,) = (kernel for kernel in report.kernels if kernel.kind == hlo.CALLBACK)
+    assert callback.source.startswith("test_limits.py:")
+    if kind != "debug_print":  # Printing is quick.
+        assert report.limit == "host callbacks"
+        assert f"{kind} at {callback.source}" in report.advice[0].text
+        assert callback.seconds > 0.019
+
+
+def test_on_a_gpu_waiting_for_a_callback_is_said_where_the_device_waits():
+    callback = hlo.Instruction("pure_callback.1", hlo.CALLBACK, "", "a.py:3", "/a.py", False)
+    (advice,) = advise(Split(device=1, input=0, dispatch=3), (), True, callbacks=[callback])
+    assert advice.limit == "host callbacks"
+    assert "pure_callback at a.py:3" in advice.text
+
+
+def test_a_step_that_mostly_updates_parameters_is_limited_by_the_optimizer():
+    update = Kernel("k", "op", "elementwise", "", "", "/x/optax/transform.py", False, "", 0.9, 8.0, False, "")
+    (advice,) = advise(Split(device=1, input=0, dispatch=0), [update], gpu=True)
+    assert advice.limit == "optimizer"
+    assert "optax.flatten" in advice.text
+    assert advice.share == 1
+
+
+compiled_step = jax.jit(train_step)
+counted = jax.jit(lambda w, x, i: train_step(w, x * i), static_argnums=2)
+
+
+def jits_in_each_call(w, x):
+    return jax.jit(lambda w, x: train_step(w, x))(w, x)
+
+
+def counts(w, x, counter=itertools.count(1)):  # noqa: B008
+    return counted(w, x, next(counter))
+
+
+def saves_each_fifth_step(w, x, counter=itertools.count(1)):  # noqa: B008
+    if next(counter) % 5 == 0:
+        time.sleep(0.1)  # as a checkpoint does
+    return compiled_step(w, x)
+
+
+def runs_eagerly(w, x):
+    for _ in range(100):
+        x = jnp.add(x, 1)
+    return compiled_step(w, x)
+
+
+@pytest.mark.parametrize("step", [jits_in_each_call, counts, saves_each_fifth_step, runs_eagerly])
+def test_what_a_step_does_outside_of_jit_is_its_limit(step):
+    report = mpjax.profile(step, W, np.ones((8, 16), np.float32), steps=10)
+    assert report.outside_share > 0.7
+    assert report.step_seconds > 3 * report.compiled_seconds
+    assert report.limit in ("code outside of jit", "recompilation")
+    assert "as given, without jit" in str(report).splitlines()[1]
+
+
+def test_jax_operations_of_the_input_pipeline_are_input():
+    def batches():
+        x = np.ones((1024, 1024), np.float32)
+        while True:
+            jax.block_until_ready(x := jnp.tanh(jnp.asarray(x) @ x))
+            yield x[:8, :16]
+
+    report = mpjax.profile(jax.jit(train_step), W, batches=batches(), steps=4)
+    assert report.input_share > 0.7
+    assert report.limit == "input pipeline"
+
+
+def test_a_batch_of_several_arguments_is_refused_with_the_way_out():
+    with pytest.raises(TypeError, match=r"step\(state, \*batch\)"):
+        mpjax.profile(lambda state, images, labels: state, jnp.ones(2), batches=[(jnp.ones(2), jnp.ones(2))])

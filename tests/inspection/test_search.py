@@ -1,0 +1,261 @@
+"""`search` finds every planted sensitive layer, in few passes, and keeps the FLOPs in half."""
+
+import csv
+import functools
+import itertools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpjax
+from mpjax.inspection.cli import main
+from mpjax.inspection.searching import _smallest
+from testing import cheap_keys, measures
+from testing.random_programs.evaluate import arrays_in_numpy, in_numpy
+
+X = jax.device_put(np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32))
+
+
+class Sensitive(nn.Module):
+    """A small layer that half spoils: by overflow or by cancellation."""
+
+    kind: str
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.normal(1.0), (x.shape[-1], 2))
+        y = x @ w
+        if self.kind == "overflow":
+            y = (300 * x) @ (300 * w) / 9e4
+        elif self.kind == "cancels":
+            y = (x + 100) @ w - 100 * jnp.sum(w, 0)
+        return jnp.tanh(y) @ jnp.ones((2, 1), y.dtype)
+
+
+class Net(nn.Module):
+    planted: tuple = ()
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(2):
+            kind = dict(self.planted).get(i)
+            if kind:
+                x = x + 0.3 * Sensitive(kind, name=f"sensitive_{i}")(x)
+            x = x + nn.Dense(32, name=f"dense_{i}")(jnp.tanh(x))
+        return x
+
+
+def problem(planted):
+    model = Net(tuple(planted.items()))
+    params = arrays_in_numpy(model.init)(cheap_keys.key(1), X)
+    return lambda params, x: jnp.mean(model.apply(params, x) ** 2), (params, X)
+
+
+def test_every_planted_layer_is_found_in_two_passes_a_module():
+    planted = {0: "cancels", 1: "overflow"}
+    loss_fn, args = problem(planted)
+    report = mpjax.search(loss_fn, *args, budget=0.01)
+    assert set(report.keep_float32) == {f"Net/sensitive_{i}" for i in planted}, report.text()
+    assert report.met
+    assert report.error_before > 0.01
+    assert report.passes <= 2 * len(report.modules)
+    assert report.half_share >= 0.9
+    # The rules do what the report says.
+    gradient, expected = (
+        jax.grad(lambda *args, fun=fun: 1024 * fun(*args))
+        for fun in (mpjax.autocast(loss_fn, "mixed_float16", rules=report.rules), loss_fn)
+    )
+    error = measures.relative_error(in_numpy(gradient)(*args), in_numpy(expected)(*args))
+    assert error == pytest.approx(report.error, rel=0.5)
+    assert measures.half_share(gradient, *args) == pytest.approx(report.half_share, abs=0.01)
+    assert f"rules=mpjax.Rules(deny=[{', '.join(map(repr, report.patterns))}])".replace("'", '"') in " ".join(
+        report.text().split()
+    )
+    assert max(map(len, report.text().splitlines())) <= 100
+
+
+def test_a_budget_that_half_meets_keeps_nothing_in_float32():
+    loss_fn, args = problem({})
+    report = mpjax.search(loss_fn, *args, budget=0.05)
+    assert report.keep_float32 == report.rules.deny == ()
+    assert report.passes == 2
+    assert report.half_share == 1.0
+    assert "with every module in half" in report.text()
+    assert {row.error for row in report.modules} == {None}, "not measured"
+    assert "0.00%" not in report.text().partition("By module")[2].replace("FLOPs", "")
+
+
+def test_a_budget_that_nothing_meets_says_where_the_rest_is():
+    def loss_fn(w, x):
+        with jax.named_scope("dense"):
+            x = x @ w
+        return jnp.mean((x @ w) ** 2)  # a matmul in no module
+
+    report = mpjax.search(loss_fn, np.full((32, 32), 0.03, np.float32), X, budget=0.0)
+    assert not report.met
+    assert "outside named modules" in report.text()
+    assert report.failure()
+
+
+class Passes:
+    """Errors that depend on the modules in float32."""
+
+    def __init__(self, errors, most=1000):
+        self.errors, self.seen, self.most = errors, {}, most
+
+    def error(self, kept):
+        key = frozenset(kept)
+        if key not in self.seen and len(self.seen) >= self.most:
+            return float("inf")
+        return self.seen.setdefault(key, self.errors(set(kept)))
+
+
+@pytest.mark.parametrize("needed", list(itertools.combinations("abcdef", 2)))
+def test_modules_that_are_not_needed_return_to_half(needed):
+    passes = Passes(lambda kept: 0 if {*needed} <= kept else 1)
+    assert _smallest(passes, [*"abcdef"], 0.5) == (tuple(needed), True)
+
+
+def test_a_module_that_another_one_replaces_returns_to_half():
+    # c alone would do, and so would a and b together.
+    passes = Passes(lambda kept: 0 if "c" in kept or {"a", "b"} <= kept else 1)
+    kept, minimal = _smallest(passes, [*"abc"], 0.5)
+    assert (set(kept), minimal) in (({"c"}, True), ({"a", "b"}, True))
+
+
+@pytest.mark.filterwarnings("ignore:autocast. cpu is not known to have float8")
+def test_a_search_in_float8_gives_modules_back_to_bfloat16():
+    # One element of `outlier`'s operand is so large that the scale of the others flushes them to zero.
+    def loss_fn(params, x):
+        for i, name in enumerate(("first", "plain", "outlier", "last")):
+            with jax.named_scope(name):
+                spike = jnp.zeros(16).at[0].set(1e6) if name == "outlier" else 0.0
+                x = jnp.tanh((x + spike) @ params[i])
+        return jnp.sum(jnp.sin(x))
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = [jax.random.normal(key, (16, 16)) / 4 for key in keys]
+    params[2] = params[2].at[0].set(0.0)
+    found = mpjax.search(
+        mpjax.autocast(loss_fn, "mixed_float8", rules=mpjax.Rules(float8=mpjax.Float8(min_size=(0, 0)))),
+        params,
+        X.reshape(16, 16),
+        budget=0.3,
+    )
+    assert found.met, found.text()
+    assert found.keep_float32 == ("outlier",)
+    assert found.rules.float8.deny == found.patterns
+    assert found.rules.deny == ()
+    assert found.overrides == (("*/outlier", "mixed_bfloat16"),)
+    assert "rules=mpjax.Rules(float8=mpjax.Float8(deny=[" in found.text()
+
+
+def test_one_bad_layer_of_many_is_found_by_bisection():
+    names = [f"block_{i}/{part}" for i in range(12) for part in ("norm", "up", "down")]
+    passes = Passes(lambda kept: 0 if "block_7/up" in kept else 1)
+    assert _smallest(passes, names, 0.5) == (("block_7/up",), True)
+    assert len(passes.seen) <= 12
+
+
+def test_a_search_that_ends_early_keeps_what_was_measured():
+    names = [f"m{i}" for i in range(64)]
+    for most in range(1, 12):
+        passes = Passes(lambda kept: 0 if {"m3", "m50"} <= kept else 1, most)
+        kept, _ = _smallest(passes, names, 0.5)
+        assert passes.seen[frozenset(kept)] == 0
+
+
+def test_a_deep_model_keeps_no_more_than_it_needs_and_says_when_the_passes_end():
+    def loss_fn(params, x):
+        for i, w in enumerate(params):
+            with jax.named_scope(f"layer_{i}"):
+                y = x @ w
+                x = jnp.tanh((x + 1000) @ w - 1000 * jnp.sum(w, 0) if i == 17 else y)
+        return jnp.mean(x**2)
+
+    params = list(np.random.default_rng(0).normal(size=(24, 16, 16)).astype(np.float32) / 4)
+    report = mpjax.search(loss_fn, params, X.reshape(-1, 16), budget=0.02)
+    assert report.keep_float32 == ("layer_17",), report.text()
+    assert report.minimal
+    tight = mpjax.search(loss_fn, params, X.reshape(-1, 16), budget=0.0007)
+    assert tight.met
+    assert tight.passes <= 13
+    assert tight.minimal or "stopped at the limit of passes" in tight.text()
+
+
+def test_wrong_calls_say_what_is_wrong():
+    with pytest.raises(ValueError, match="computes in float32"):
+        mpjax.search(jnp.sum, X, policy="float32")
+    with pytest.raises(ValueError, match="budget=-1"):
+        mpjax.search(jnp.sum, X, budget=-1)
+
+
+def test_the_command_takes_policy_and_budget(tmp_path, monkeypatch, capsys):
+    (tmp_path / "searched.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def loss(w, x):\n"
+        "    with jax.named_scope('hot'):\n"
+        "        y = (300 * x) @ (300 * w) / 9e4\n"
+        "    with jax.named_scope('mild'):\n"
+        "        return jnp.mean((y @ w) ** 2)\n"
+        "def make():\n"
+        "    return jnp.full((8, 8), 0.5), jnp.ones((4, 8))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main("search searched:loss --args make --budget 0.01 --csv r.csv --policy mixed_float16".split()) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1 module must stay in float32: hot\n")
+    assert [row["float32"] for row in csv.DictReader((tmp_path / "r.csv").read_text().splitlines())] == [
+        "True",
+        "False",
+    ]
+
+
+def test_a_wrapper_is_searched_with_its_own_code():
+    cast = mpjax.autocast(lambda w, x: jnp.mean(jnp.tanh(x @ w)))
+
+    @functools.wraps(cast)
+    def wrapper(w, x):
+        return cast(w, x) + jnp.mean((3e3 * x) @ (3e3 * w) @ w) / 1e9
+
+    args = jnp.ones((8, 8)), jnp.ones((4, 8))
+    assert mpjax.search(wrapper, *args).error_before == float("inf")
+    assert mpjax.search(jax.jit(cast), *args).policy == mpjax.search(cast, *args).policy
+
+
+def test_the_reference_of_a_search_is_float32_throughout():
+    inner = mpjax.autocast(lambda w, x: jnp.tanh(x @ w) @ w, "mixed_bfloat16")
+    w = jax.device_put(np.random.default_rng(1).normal(size=(32, 32)).astype(np.float32) / 6)
+    assert mpjax.search(lambda w, x: jnp.mean(inner(w, x) ** 2), w, X).error_before > 1e-3
+
+
+def test_gradients_that_are_not_finite_in_float32_get_no_advice():
+    def loss(w, x):
+        with jax.named_scope("root"):
+            return jnp.mean(jnp.sqrt(x @ w))
+
+    w = np.random.default_rng(1).normal(size=(32, 32)).astype(np.float32)
+    report = mpjax.search(loss, w, X)
+    assert not report.met
+    assert report.text().startswith("the gradients of loss are not finite in float32 either: mpjax.find_nonfinite")
+    assert "float_function" not in report.text()
+    report = mpjax.layerwise_error(mpjax.autocast(loss), w, X)
+    assert "not finite in float32 either" in report.text()
+    assert "largest own error" not in report.text()
+
+
+def test_a_module_that_overflows_is_named_and_not_one_that_reads_it():
+    def loss(w, x):
+        with jax.named_scope("hot"):
+            with jax.named_scope("inner"):
+                y = x @ w
+            y = (300 * y) * (300 * y) / 9e4
+        with jax.named_scope("after"):
+            return jnp.mean(jnp.tanh(y @ w) ** 2)
+
+    w = np.random.default_rng(1).normal(size=(32, 32)).astype(np.float32) / 6
+    assert mpjax.search(loss, w, X).keep_float32 == ("hot",)
