@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,27 +11,16 @@ from typing import Any
 def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], Iterable[str]]]:
     """Makes a package's `__getattr__` and `__dir__` for lazily imported names (PEP 562).
 
-    A name takes precedence over a subpackage of the same name: `mpjax.inspection.audit` is the function, even
-    if a module of `mpjax/inspection/audit/` is imported first.
-
     Args:
         package: The package's `__name__`.
         homes: Maps each name to the module that defines it. If the module has that name itself, the module is the
-            value, unless the entry is written `module:name`.
+            value.
     """
-
-    class Package(types.ModuleType):
-        def __setattr__(self, name: str, value: Any) -> None:
-            # The import system binds each subpackage that it loads to its parent.
-            if not (name in homes and homes[name] != f"{package}.{name}" and isinstance(value, types.ModuleType)):
-                super().__setattr__(name, value)
-
-    sys.modules[package].__class__ = Package
 
     def getattribute(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
-        module = importlib.import_module(homes[name].partition(":")[0])
+        module = importlib.import_module(homes[name])
         value = module if homes[name] == f"{package}.{name}" else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value

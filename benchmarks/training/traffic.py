@@ -21,8 +21,7 @@ import numpy as np
 
 from mpjax.inspection.devices import Device
 from mpjax.inspection.profiling import hlo
-from mpjax.inspection.profiling.hlo import HloModule, Line
-from mpjax.inspection.profiling.loops import iterations
+from mpjax.inspection.profiling.hlo import HloModule, Line, iterations
 
 _NO_KERNEL = frozenset("parameter constant bitcast tuple get-tuple-element after-all opt-barrier".split())
 _SLICES = frozenset("slice dynamic-slice gather".split())

@@ -210,7 +210,7 @@ def test_profile_measures_the_steps_that_are_asked_for(capsys, script):
         ("my_train:loss_fn --args takes_one", ["called without arguments", "'x'"]),
         ("my_train:loss_fn --args config", ["is a dict", "makes the arguments"]),
         ("my_train:loss_fn --args nothing", ["yielded nothing"]),
-        ("my_train:loss_fn --args example_args --policy mixed_float61", ["--policy 'mixed_float61'", "Accepted"]),
+        ("my_train:loss_fn --args example_args --policy mixed_float61", ["--policy 'mixed_float61'", "mixed_float16"]),
     ],
 )
 def test_mistakes_exit_with_two_and_say_what_was_found_and_what_is_expected(capsys, arguments, words):

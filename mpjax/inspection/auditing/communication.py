@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax.inspection.profiling.hlo import HloModule, Line, module_path, sizes
-from mpjax.inspection.profiling.loops import iterations
+from mpjax.inspection.profiling.hlo import HloModule, Line, iterations, module_path, sizes
 from mpjax.inspection.reports import Section, added_up, amount
 from mpjax.program.tracing import functional
 

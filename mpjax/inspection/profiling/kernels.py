@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from mpjax.inspection.profile import hlo, profiler_trace, stepping, tensor_cores
+from mpjax.inspection.profiling import hlo, profiler_trace, stepping, tensor_cores
 from mpjax.inspection.profiling.profiler_trace import Event, Trace
 from mpjax.inspection.reports import added_up
 

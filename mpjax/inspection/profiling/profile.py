@@ -12,9 +12,9 @@ import jax
 from mpjax.inspection.auditing.matmuls import Matmul, matmuls_of
 from mpjax.inspection.devices import device_of
 from mpjax.inspection.profiling import hlo, kernels, profiler_trace
-from mpjax.inspection.profiling.advice import advise
 from mpjax.inspection.profiling.hlo import HloModule
 from mpjax.inspection.profiling.report import ProfileReport as ProfileReport
+from mpjax.inspection.profiling.report import advise
 from mpjax.inspection.profiling.stepping import Recompilation, Stepper
 from mpjax.inspection.reports import reason, totals
 from mpjax.program.graph import walk
@@ -81,7 +81,7 @@ def profile(
         True
 
     The kernels come from the trace of `jax.profiler`, and their modules and lines from the metadata of the compiled
-    program. The kernels' names show which use Tensor Cores (`mpjax/inspection/profiling/tensor_cores.py`).
+    program. The kernels' names show which use Tensor Cores (`mpjax/inspection/profiling/kernels.py`).
     """
     if steps < 1:
         raise ValueError(f"steps={steps}: must be 1 or more")

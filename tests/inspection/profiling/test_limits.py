@@ -10,8 +10,8 @@ import pytest
 
 import mpjax
 from mpjax.inspection.profiling import hlo
-from mpjax.inspection.profiling.advice import advise
 from mpjax.inspection.profiling.kernels import Kernel, Split
+from mpjax.inspection.profiling.report import advise
 
 W = jax.device_put(np.eye(16, dtype=np.float32))
 
