@@ -95,7 +95,7 @@ class Inference:
         self.log = []
         outs = tuple(self._out(v, use) for v, use in zip(jaxpr.outvars, self.wanted, strict=True))
         if self.setting.recompute and not self.setting.folded and not self.unchanged:
-            steps = with_regions(steps, self.values, self.log)
+            steps = with_regions(steps, self.values, self.uses, self.log)
         in_reads = tuple(self.reads.get(v, 0) for v in jaxpr.invars)
         return Plan(
             self.setting, steps, jaxpr.invars, jaxpr.constvars, jaxpr.outvars, self.ins, outs, in_reads,

@@ -20,6 +20,7 @@ import numpy as np
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage
 from mpjax.casting.plan import Action, Step
 from mpjax.casting.setting import tracked
+from mpjax.casting.uses import Use
 from mpjax.program import compat
 from mpjax.program.primitives import MATMULS, Op, Saves, primitive
 
@@ -41,6 +42,8 @@ class RematRegion:
         is_input: For each of `ins`, whether it is an unchanged input of the program, such as a parameter.
         outs: Their results that are read outside the region, with storage dtypes.
         scopes: The named scopes that all steps share.
+        is_last: Whether no operation in half depends on its results. It ends a loss, and its backward pass follows at
+            once.
         model: The first region of the plan with the same computation, for example in an earlier layer; possibly this
             region. Regions share the function of their model, so that JAX differentiates and transposes it once.
         body: The function of a model.
@@ -51,6 +54,7 @@ class RematRegion:
     is_input: tuple[bool, ...]
     outs: tuple[Read, ...]
     scopes: Any
+    is_last: bool = False
     model: RematRegion | None = None
     body: Callable[..., Any] | None = None
 
@@ -93,15 +97,18 @@ def _saved(eqn: Any) -> Iterator[Any]:
         yield from _variables(eqn) if row.saves is Saves.INPUTS else eqn.outvars
 
 
-def with_regions(steps: Sequence[Step], values: Mapping[Any, Inferred], results: Sequence[Read]) -> list[Any]:
+def with_regions(
+    steps: Sequence[Step], values: Mapping[Any, Inferred], uses: Mapping[Any, Use], results: Sequence[Read]
+) -> list[Any]:
     """Groups steps into regions and keeps the others, in order.
 
     Args:
         steps: The steps of a plan.
         values: The inferred dtypes of its values.
+        uses: The uses of its values.
         results: The outputs of the plan, with the storage dtypes in which they are read.
     """
-    stretches = _Stretches(steps, values, results)
+    stretches = _Stretches(steps, values, uses, results)
     formed: list[Any] = []
     run: list[Step] = []
     outputs: set[Any] = set()
@@ -192,8 +199,14 @@ def _belongs(step: Step) -> bool:
 class _Stretches:
     """Finds the regions in a plan's runs of cheap steps. Holds the readers and sizes of the plan's values."""
 
-    def __init__(self, steps: Sequence[Step], values: Mapping[Any, Inferred], results: Sequence[Read]):
-        self.values = values
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        values: Mapping[Any, Inferred],
+        uses: Mapping[Any, Use],
+        results: Sequence[Read],
+    ):
+        self.values, self.uses = values, uses
         self.models: dict[Any, RematRegion] = {}
         self._sizes: dict[Read, int] = {}
         self.readers: dict[Read, list[int]] = {}
@@ -228,7 +241,8 @@ class _Stretches:
             return list(run)
         inside = list(run[first : last + 1])
         scopes = compat.common_scopes([step.eqn for step in inside])
-        region = RematRegion(inside, ins, tuple(self.is_input_value(v) for v, _ in ins), outs, scopes)
+        is_last = not any(self.uses.get(v, Use.NONE) & Use.ANY_HALF for v, _ in outs)
+        region = RematRegion(inside, ins, tuple(self.is_input_value(v) for v, _ in ins), outs, scopes, is_last)
         try:
             region.model = self.models.setdefault(_signature(region), region)
         except TypeError:  # a parameter without a hash

@@ -199,9 +199,10 @@ def _barriers(region: RematRegion, plan: Plan) -> bool | tuple[bool, ...]:
 
     Only computed inputs need one. For parameters that are updated in place it would make copies. In a scan, the two
     passes are two loops, so a barrier would only prevent fusion. XLA for TPUs recomputes cheap values by itself, in the
-    kernels that read them, which barriers would prevent.
+    kernels that read them, which barriers would prevent. The backward pass of the last region begins at once: a barrier
+    would defer nothing, and keep a second copy of the logits.
     """
-    if plan.setting.looped or (plan.setting.rules.residuals == "auto" and compat.platform() == "tpu"):
+    if region.is_last or plan.setting.looped or (plan.setting.rules.residuals == "auto" and compat.platform() == "tpu"):
         return False
     if any(primitive(step.eqn.primitive.name).op is Op.ENTER for step in region.eqns):
         # A derivative rule that closes over an array adds inputs, and JAX's remat has no flags for these.
@@ -212,13 +213,15 @@ def _barriers(region: RematRegion, plan: Plan) -> bool | tuple[bool, ...]:
 def _large_reductions(prim: Any, *avals: Any, axes: tuple[int, ...] = (), **_: Any) -> bool:
     """A checkpoint policy that stores the outputs of large reductions, which are negligible in size.
 
-    Recomputing the statistics of a batch would read the whole batch again. The statistics of a row or a feature vector
-    are recomputed in the kernel that reads the row anyway.
+    Recomputing the statistics of a batch would read the whole batch again. The statistics of a short row can be
+    recomputed in the kernel that reads the row anyway. On a GPU that takes registers: XLA keeps whole rows in them,
+    padded to a power of two, and a backward softmax with three reductions over rows of 1,024 spills to memory.
     """
     if not prim.name.startswith("reduce_"):
         return False
     shape = avals[0].shape
-    return all(isinstance(n, int) for n in shape) and math.prod(shape[axis] for axis in axes) > 1024
+    longest = 1024 if compat.platform() in ("cpu", "tpu") else 512
+    return all(isinstance(n, int) for n in shape) and math.prod(shape[axis] for axis in axes) > longest
 
 
 def _without_weak_type(x: Any) -> Any:

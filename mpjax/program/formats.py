@@ -7,7 +7,6 @@ To add a format, add an object to `FORMATS`. A new way of scaling also needs its
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +16,6 @@ import numpy as np
 from mpjax.program import compat
 
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
-_NO_DTYPES: Mapping[str, np.dtype] = types.MappingProxyType({})
 
 
 def _fast_everywhere(device: Any) -> str:
@@ -46,7 +44,7 @@ class Format:
     slow_on: Callable[[Any], str] = _fast_everywhere
     compute: str = ""
     scaling: str = ""
-    cotangents: Mapping[str, np.dtype] = _NO_DTYPES
+    cotangents: Mapping[str, np.dtype] = dataclasses.field(default_factory=dict)
     multiple: int = 1
 
     @property

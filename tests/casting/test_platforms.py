@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ from mpjax.inspection.profiling.hlo import HloModule
 from mpjax.kernels.tpu import unfused
 from mpjax.program import compat
 from testing import measures
-from testing.platforms import tpu
+from testing.platforms import gpu, tpu
 
 X = jnp.ones((4, 8))
 
@@ -38,6 +40,31 @@ def test_regions_have_no_barriers_on_a_tpu_unless_requested(residuals, here, the
     assert barriers(residuals) == here
     with tpu():
         assert barriers(residuals) == there
+
+
+def test_the_last_region_has_no_barrier_and_the_others_have_one():
+    """Its backward pass begins at once: behind a barrier, XLA would keep a second copy of the logits."""
+
+    def loss(w, x):
+        logits = jax.nn.softmax(x @ w) @ w.T
+        return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, jnp.zeros((4, 1), int), -1)[:, 0])
+
+    program = jax.make_jaxpr(jax.grad(mpjax.autocast(loss, "mixed_bfloat16")))(X.T, X)
+    found = [e.eqn.params for e in measures.equations(program) if "prevent_cse" in e.eqn.params]
+    assert [bool(np.any(params["prevent_cse"])) for params in found if params["differentiated"]] == [False, True]
+
+
+@pytest.mark.parametrize(("here", "longest"), [(gpu, 512), (tpu, 1024), (contextlib.nullcontext, 1024)])
+def test_the_statistics_of_long_rows_are_kept(here, longest):
+    """On GPUs, XLA keeps whole rows in registers, and spills where a backward pass computes their statistics again."""
+    gradient = jax.grad(mpjax.autocast(loss, "mixed_bfloat16"))
+
+    def maxima(length):
+        with here():
+            program = jax.make_jaxpr(gradient)(jnp.ones((8, length)), X)
+        return [e.eqn.primitive.name for e in measures.equations(program)].count("reduce_max")
+
+    assert (maxima(longest), maxima(longest + 1)) == (2, 1)
 
 
 def test_the_platform_is_that_of_the_mesh_else_of_the_default_device():
