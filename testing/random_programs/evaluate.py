@@ -7,11 +7,12 @@ in lockstep, with one environment per device.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
@@ -26,6 +27,9 @@ from testing.random_programs import numpy_rules
 Array = np.ndarray[Any, Any]
 Store = Callable[[Array, Any], Array]
 Replicas = list[Array]
+
+# Matmuls and convolutions.
+_MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 class Unsupported(Exception):
@@ -71,7 +75,51 @@ def rounded(half: Any, rng: np.random.Generator) -> Store:
     return store
 
 
-def float8_operand(rng: np.random.Generator) -> Callable[[Array], Array]:
+class Casts(NamedTuple):
+    """How the matmuls of a program round, beyond what its dtypes say.
+
+    Args:
+        operand: Rounds an operand of a matmul.
+        applies: Whether it does so for an equation.
+        result: Rounds its result.
+    """
+
+    operand: Callable[[Array], Array]
+    applies: Callable[[Any], bool]
+    result: Callable[[Array], Array] = lambda x: x
+
+
+def casts_by_hand(half: Any, store: Store = as_typed) -> Casts:
+    """Careful casts by hand: every float32 matmul reads half operands and writes a half result; all else is float32.
+
+    `torch.autocast` does so where dtypes promote. The derivative of such a program is its derivative in float32, with
+    the same casts around the matmuls of the backward pass. A matmul whose author requested a precision keeps it, and
+    so do those of a solve (`evaluate` looks at no matmul inside one).
+    """
+
+    def applies(eqn: Any) -> bool:
+        operands = [v.aval.dtype for v in eqn.invars[:2]]
+        precision = eqn.params.get("precision")
+        precisions = precision if isinstance(precision, tuple) else (precision,)
+        algorithm = type(precision).__name__.startswith("DotAlgorithm") and precision.name != "DEFAULT"
+        requested = jax.lax.Precision.HIGHEST in precisions or algorithm
+        return not requested and all(dtype == np.float32 for dtype in operands)
+
+    def cast(x: Array) -> Array:
+        return store(x, half)
+
+    return Casts(cast, applies, cast)
+
+
+def float8_casts(rng: np.random.Generator) -> Casts:
+    """Casts of the operands of `dot_general` to float8; see `_float8_operand`."""
+    def applies(eqn: Any) -> bool:
+        return eqn.primitive.name == "dot_general" and is_float(eqn.outvars[0].aval.dtype)
+
+    return Casts(_float8_operand(rng), applies)
+
+
+def _float8_operand(rng: np.random.Generator) -> Callable[[Array], Array]:
     """Perturbs an operand of a matmul as much as any float8 copy with one scale differs from it.
 
     The errors are uniform within half a unit in the last place of float8_e5m2, which is a unit of float8_e4m3fn's, and
@@ -95,7 +143,7 @@ def evaluate(
     args: Sequence[Any],
     store: Store = exact,
     store_inputs: Store | None = None,
-    operand: Callable[[Array], Array] | None = None,
+    casts: Casts | None = None,
 ) -> list[Array]:
     """The results of a closed jaxpr: floats as float64, cheap keys as uint32, other keys as JAX arrays.
 
@@ -104,13 +152,13 @@ def evaluate(
         args: Its arguments.
         store: How each result is stored.
         store_inputs: How arguments and constants are stored; by default like results.
-        operand: How matmuls read their operands; by default as they are stored.
+        casts: How matmuls round; by default as the dtypes say.
 
     Raises:
         Unsupported: The evaluator does not support an equation.
     """
     jaxpr, consts = closed.jaxpr, closed.consts
-    machine = _Machine(store, 1, store_inputs or store, operand)
+    machine = _Machine(store, 1, store_inputs or store, casts)
     ins = [machine.load(v, x) for v, x in zip(jaxpr.invars, args, strict=True)]
     with np.errstate(all="ignore"):
         outs = machine.run(jaxpr, [machine.load(v, c) for v, c in zip(jaxpr.constvars, consts, strict=True)], ins)
@@ -163,13 +211,14 @@ def _is_key(aval: Any) -> bool:
     return jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
+@dataclasses.dataclass
 class _Machine:
     """Evaluates equations on several devices in lockstep."""
 
-    def __init__(
-        self, store: Store, devices: int, store_inputs: Store, operand: Callable[[Array], Array] | None = None
-    ):
-        self.store, self.devices, self.store_inputs, self.operand = store, devices, store_inputs, operand
+    store: Store
+    devices: int
+    store_inputs: Store
+    casts: Casts | None = None
 
     def load(self, v: Any, x: Any) -> Replicas:
         """A constant or an argument, on every device."""
@@ -203,9 +252,12 @@ class _Machine:
             return _HIGHER[name](self, eqn, args)
         if name in _COLLECTIVES:
             return [self.store_output(eqn, 0, out) for out in _COLLECTIVES[name](self, eqn, args)]
-        if self.operand and name == "dot_general" and is_float(eqn.outvars[0].aval.dtype):
-            args = [[self.operand(x) for x in arg] for arg in args]
+        casts = self.casts if name in _MATMULS and self.casts and self.casts.applies(eqn) else None
+        if casts:
+            args = [[casts.operand(x) for x in arg] for arg in args[:2]] + args[2:]
         rows = [_apply(eqn, [arg[d] for arg in args]) for d in range(self.devices)]
+        if casts:
+            rows = [[casts.result(x) for x in row] for row in rows]
         return [self.store_output(eqn, i, [row[i] for row in rows]) for i in range(len(eqn.outvars))]
 
     def store_output(self, eqn: Any, i: int, outs: Replicas) -> Replicas:
@@ -309,7 +361,7 @@ def _shard_map(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replic
         raise Unsupported("shard_map in shard_map")
     params = eqn.params
     ((_, size),) = params["mesh"].shape.items()
-    inner = _Machine(machine.store, size, machine.store_inputs, machine.operand)
+    inner = dataclasses.replace(machine, devices=size)
 
     def axis_of(spec: Any) -> int | None:
         found = [i for i, part in enumerate(spec) if part]
@@ -333,7 +385,8 @@ def _linear_solve(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Rep
         sizes = list(lengths)
         start = sum(sizes[:2])
         consts, operands = args[start : start + sizes[2]], args[sum(sizes) :]
-        return machine.run_closed(eqn.params["jaxprs"].solve, [*consts, *operands])
+        in_full = dataclasses.replace(machine, casts=None)
+        return in_full.run_closed(eqn.params["jaxprs"].solve, [*consts, *operands])
     raise Unsupported("custom_linear_solve")
 
 

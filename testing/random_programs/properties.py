@@ -25,7 +25,7 @@ from mpjax.program.tracing import TracedCall
 from mpjax.program.tracing import trace as trace_to_plan
 from testing.measures import HALF, MATMULS, Equation, equations, inner_jaxprs, is_inner_product, risky_of
 from testing.random_programs.cases import OUTSIDE, TRANSFORMS, Case
-from testing.random_programs.evaluate import Unsupported, as_typed, evaluate, exact, float8_operand, is_float, rounded
+from testing.random_programs.evaluate import Unsupported, as_typed, evaluate, exact, float8_casts, is_float, rounded
 
 # Operations that autocast may add: casts, broadcasts before casts, barriers, data movement, wider weight gradients.
 _ADDED_BY_AUTOCAST = frozenset(
@@ -321,8 +321,8 @@ def check_values(case: Case, subject: Subject, found: Traced) -> str:
 
     def draw(seed: int, store_inputs: Any = None) -> Any:
         rng = np.random.default_rng(seed)
-        operand = float8_operand(rng) if case.dtype == "float8" else None
-        return evaluate(plain, args, rounded(half, rng), store_inputs, operand)
+        casts = float8_casts(rng) if case.dtype == "float8" else None
+        return evaluate(plain, args, rounded(half, rng), store_inputs, casts)
 
     try:
         if case.rules == "half":

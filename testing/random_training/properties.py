@@ -17,7 +17,7 @@ import optax
 import mpjax
 from testing import cheap_keys
 from testing.measures import equations
-from testing.random_programs.evaluate import Store, as_typed, evaluate, exact, float8_operand, rounded
+from testing.random_programs.evaluate import Store, as_typed, evaluate, exact, float8_casts, rounded
 from testing.random_programs.properties import Failure, Rejected, cause_of
 from testing.random_training.cases import Case
 from testing.random_training.namespace import IDS, X, namespace
@@ -45,9 +45,9 @@ class Traced:
     jaxpr: Any
     shapes: Any
 
-    def __call__(self, store: Store, *args: Any, operand: Any = None) -> Any:
-        """Evaluates it in NumPy; `operand` as of `evaluate`."""
-        found = evaluate(self.jaxpr, jax.tree.leaves(args), store, as_typed, operand)
+    def __call__(self, store: Store, *args: Any, casts: Any = None) -> Any:
+        """Evaluates it in NumPy; `casts` as of `evaluate`."""
+        found = evaluate(self.jaxpr, jax.tree.leaves(args), store, as_typed, casts)
         return jax.tree.unflatten(jax.tree.structure(self.shapes), found)
 
 
@@ -255,8 +255,8 @@ def _check_half_step(
         dependent = second.dependent if len(exactly_each) == len(second.results) else None
 
     def draw(seed: int) -> Any:
-        operand = float8_operand(np.random.default_rng(seed)) if case.policy == "mixed_float8" else None
-        return _leaves(plain.run(_rounding(half, seed, dependent), carry, batch, operand=operand)[1])
+        casts = float8_casts(np.random.default_rng(seed)) if case.policy == "mixed_float8" else None
+        return _leaves(plain.run(_rounding(half, seed, dependent), carry, batch, casts=casts)[1])
 
     draws = [draw(i) for i in range(2)]
     eps, judged = float(jnp.finfo(half).eps), 0
