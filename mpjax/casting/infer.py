@@ -27,7 +27,6 @@ from mpjax.casting.lattice import (
     exact_in_half,
     literal_level,
     made_from,
-    softened,
 )
 from mpjax.casting.plan import NOTHING, Action, MatmulCounts, Plan, Step, is_left_alone
 from mpjax.casting.remat import with_regions
@@ -111,13 +110,6 @@ class Inference:
         if isinstance(v, compat.Literal):
             return Inferred(literal_level(v, self.setting.half), FULL)
         return self.values[v]
-
-    def operand(self, v: Any) -> Inferred | None:
-        """The inferred dtype of a value, for consumers on the infer list."""
-        value = self.value(v)
-        if value is None or isinstance(v, compat.Literal):
-            return value
-        return Inferred(softened(value.level, self.use(v)), value.storage)
 
     def use(self, v: Any) -> Use:
         """The uses of a value."""
@@ -206,7 +198,7 @@ class Inference:
 
     def level(self, eqn: Any) -> Level:
         """The level of a result that depends on all inputs of an equation."""
-        levels = [value.level for value in map(self.operand, eqn.invars) if value is not None]
+        levels = [value.level for value in map(self.value, eqn.invars) if value is not None]
         if not levels:
             return made_from(eqn)
         level = max(levels)
@@ -372,7 +364,12 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     exact = inference.setting.recompute and row.saturating and not listing.entry
     if level == Level.HALF and exact and not inference.used(eqn) & Use.HALF:
         return inference.in_float32(eqn, listing, Level.HALF, f"{why}: half activation, exact near saturation")
-    if level == Level.HALF and inference.used(eqn) & Use.ANY_HALF:
+    used = inference.used(eqn)
+    if level == Level.HALF and used & Use.AMPLIFIED and used & Use.ANY_HALF:
+        return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: its rounding would be amplified")
+    if level == Level.HALF and used & Use.HALF and used & Use.FLOAT:
+        return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: a float32 operation reads it too")
+    if level == Level.HALF and used & Use.ANY_HALF:
         return inference.in_half(eqn, listing, Level.HALF, f"{why}: half activation")
     if level == Level.HALF:
         return inference.in_float32(eqn, listing, Level.HALF, f"{why}: no path to a half operation")
@@ -394,7 +391,7 @@ def _joins_parameters(inference: Inference, eqn: Any, level: Level) -> bool:
 
 
 def _wide(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    levels = [value.level for value in map(inference.operand, eqn.invars) if value is not None]
+    levels = [value.level for value in map(inference.value, eqn.invars) if value is not None]
     level = max(levels, default=Level.COMPUTED)
     if level == Level.INPUT:
         level = Level.COMPUTED

@@ -67,11 +67,6 @@ def join(a: Level, b: Level) -> Level:
     return a if a == b else max(a, b, Level.COMPUTED)
 
 
-def softened(level: Level, use: Use) -> Level:
-    """The level for consumers on the infer list: if a half operation reads the value, it counts as half for all."""
-    return Level.HALF if level == Level.FLOAT and use & Use.HALF else level
-
-
 def at_boundary(value: Inferred, use: Use) -> Inferred:
     """How a sub-jaxpr returns a value: in half if it counts as half, or if every consumer reads half."""
     if value.storage == HALF:
@@ -85,7 +80,8 @@ def at_boundary(value: Inferred, use: Use) -> Inferred:
 
 def carried(level: Level, use: Use) -> Inferred:
     """How a loop carries a value of this level."""
-    level = softened(level, use)
+    if level == Level.FLOAT and use & Use.HALF:
+        level = Level.HALF
     return Inferred(level, HALF if level == Level.HALF and use & Use.ANY_HALF else FULL)
 
 

@@ -31,6 +31,7 @@ class Use(enum.IntFlag):
     MAY_HALF = 4  # An operation of any dtype reads it, on a path to one that runs in half.
     HALF = 8  # An operation that runs in half reads it, directly or after moves.
     RETURNED = 16  # The function returns it.
+    AMPLIFIED = 32  # Its rounding is amplified, by an operation that no matmul or sum comes before.
     ANY_HALF = MAY_HALF | HALF
 
     # Python's flag arithmetic is slow enough to show in trace times.
@@ -47,10 +48,10 @@ class Use(enum.IntFlag):
 
     def without(self, other: Use) -> Use:
         """These uses without those of `other`."""
-        return _FLAGS[int.__and__(self, 31 - other)]
+        return _FLAGS[int.__and__(self, 63 - other)]
 
 
-_FLAGS = [Use(i) for i in range(32)]
+_FLAGS = [Use(i) for i in range(64)]
 RESULT = Use.READ | Use.FLOAT | Use.RETURNED
 
 
@@ -140,16 +141,21 @@ def _of_operands(eqn: Any, outs: Sequence[Use], listing: Listing, setting: Setti
         # A sub-jaxpr receives all operands, including those that it does not read.
         return [Use.READ | use for use in inner]
     use = _of_operand(listing, outs)
+    row = primitive(eqn.primitive.name)
     if eqn.primitive is ATTENTION and listing.op is Op.ALLOW:
         biases = eqn.params["options"].biases
         return [Use.READ | Use.FLOAT if i in biases else use for i in range(len(eqn.invars))]
     if listing.op is Op.INFER:
-        if primitive(eqn.primitive.name).join:
-            use = Use.READ | outs[0]
+        if row.join:
+            # A matmul that reads the joined array does not round its parts for others.
+            use = Use.READ | outs[0].without(Use.HALF) | (Use.MAY_HALF if outs[0] & Use.HALF else Use.NONE)
         if follows_one_value(eqn):
             # A norm's output that reaches a matmul through an activation is half before the activation.
             use = use | outs[0] & Use.HALF
-    return [use] * len(eqn.invars)
+    passed_on = not row.kernel and any(out & Use.AMPLIFIED for out in outs)
+    if passed_on or row.amplifies == "all" or (listing.op is Op.CONVERT and eqn.params["new_dtype"].kind in "iu"):
+        use = use | Use.AMPLIFIED
+    return [use, use | Use.AMPLIFIED] if row.amplifies == "second" else [use] * len(eqn.invars)
 
 
 def _of_operand(listing: Listing, outs: Sequence[Use]) -> Use:

@@ -58,6 +58,8 @@ class Primitive(NamedTuple):
         adds: Adds or subtracts.
         logic: Combines booleans, or tests for finite values.
         risk: Why half precision may be inaccurate: `exp`, `log`, `pow` (range, poles) or `sum` (rounding).
+        amplifies: The operands whose rounding it amplifies, somewhere in their range: `all`, or the `second`. Poles,
+            steps, large derivatives, periods.
         chooses: Compares elements to choose among them.
         bits: Depends on the bits or the dtype itself, so it is not computed in another dtype.
         call: Runs its one sub-jaxpr once, on its operands.
@@ -87,6 +89,7 @@ class Primitive(NamedTuple):
     adds: bool = False
     logic: bool = False
     risk: str = ""
+    amplifies: str = ""
     chooses: bool = False
     bits: bool = False
     call: bool = False

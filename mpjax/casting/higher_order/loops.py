@@ -23,6 +23,7 @@ from mpjax.casting.lattice import FULL, HALF, Inferred, Level, carried, join, st
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.rewrite import MixedValue, arrays_of, run_closed, values_of
 from mpjax.casting.setting import Setting
+from mpjax.casting.updates import Added, added_to, is_one_map
 from mpjax.casting.uses import RESULT, Use, Uses, uses
 from mpjax.kernels.weight_gradients import detached, straight_through
 from mpjax.program import compat, evaluator
@@ -70,7 +71,10 @@ def _uses_fixed_point(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> tupl
     if condition is not None:  # It reads the carry in float32.
         of_carry = _uses_of_condition(condition, setting)[condition.consts :]
         outs = tuple(out | use for out, use in zip(outs, of_carry, strict=True))
-    wanted, end = outs, body.consts + body.carry
+    # The steps of an update are rounded as little as what they update.
+    updated = {i for i in range(body.carry) if added_to(body, i) and _is_updated(body, setting)}
+    wanted = tuple(use | Use.AMPLIFIED if i in updated and use else use for i, use in enumerate(outs))
+    end = body.consts + body.carry
     while True:
         of_body = uses(body.jaxpr, wanted, setting)
         carry = of_body.inputs[body.consts : end]
@@ -146,13 +150,11 @@ def _carry_fixed_point(
     """The plan of a loop's body at the fixed point of its carry, and the inferred dtypes of that carry."""
     consts, init, _ = body.split(eqn.invars)
     jaxpr = body.opened
-    ins = jaxpr.invars[body.consts : body.consts + body.carry]
-    outs = jaxpr.outvars[: body.carry]
     levels: list[Level | None] = []
     for i, v in enumerate(init):
-        value = inference.operand(v)
-        use = inference.use(eqn.outvars[i])
-        levels.append(None if value is None else _first_level(value.level, use, jaxpr, ins[i], outs[i]))
+        value = inference.value(v)
+        keeps = value is not None and _keeps_float32(value.level, inference.use(eqn.outvars[i]), body, i, setting)
+        levels.append(Level.PINNED if keeps else value and value.level)
     while True:
         carry = tuple(
             None if level is None else carried(level, use) for level, use in zip(levels, wanted, strict=False)
@@ -171,28 +173,28 @@ def _carry_fixed_point(
         levels = grown
 
 
-def _first_level(level: Level, use: Use, jaxpr: Any, before: Any, after: Any) -> Level:
-    """The initial level of a carry. A sum and a state of the caller must keep float32."""
-    if level == Level.ZERO and _adds_to(jaxpr, before, after):
-        return Level.PINNED
-    if level == Level.INPUT and use & Use.RETURNED and before is not after:
-        return Level.PINNED
-    return level
+def _is_updated(body: SubJaxpr, setting: Setting) -> bool:
+    """Whether what the body adds to must keep its bits. The stream of a `scan` over layers may be half.
+    """
+    return setting.rules.residual_stream == "float32" or is_one_map(body)
 
 
-def _adds_to(jaxpr: Any, before: Any, after: Any) -> bool:
-    """Whether `after` is `before` with something added: an accumulator."""
-    maker_of = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+def _keeps_float32(level: Level, use: Use, body: SubJaxpr, i: int, setting: Setting) -> bool:
+    """Whether a carry must keep float32: a state of the caller, a sum, or what the iterations update.
 
-    def reaches(v: Any) -> bool:
-        if v is before:
-            return True
-        eqn = None if isinstance(v, compat.Literal) else maker_of.get(v)
-        if eqn is None or not primitive(eqn.primitive.name).accumulates:
-            return False
-        return any(map(reaches, eqn.invars))
-
-    return after is not before and reaches(after)
+    Args:
+        level: The level of its initial value.
+        use: The uses of its last value.
+        body: The loop's body.
+        i: Its index in the carry.
+        setting: The setting of the body.
+    """
+    if level == Level.INPUT and use & Use.RETURNED:
+        return body.opened.invars[body.consts + i] is not body.opened.outvars[i]
+    added = added_to(body, i)
+    if level == Level.ZERO or (level <= Level.COMPUTED and added == Added.STEP):
+        return bool(added)
+    return bool(added) and _is_updated(body, setting)
 
 
 # Issuing again.

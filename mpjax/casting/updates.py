@@ -1,0 +1,170 @@
+"""What a program updates, `x = x + f(x)`: a state that steps of one map share, or an input.
+
+Such a value collects a rounding of each step if it is stored in half; the matmuls that read it do not need that. The
+layers of a network have the same form, but each multiplies other parameters: see `streams`.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mpjax.casting.streams import residual_additions
+from mpjax.program import compat
+from mpjax.program.graph import SubJaxpr, sub_jaxprs
+from mpjax.program.primitives import MATMULS, Op, primitive
+
+
+class Added(enum.IntEnum):
+    """What was added to a value that a sum contains."""
+
+    NOTHING = 0
+    TERM = 1
+    STEP = 2  # A multiple by a number, such as a learning rate.
+
+
+class Flow(NamedTuple):
+    """What a value contains and depends on.
+
+    Args:
+        terms: The inputs that it is a sum of, and what was added to each.
+        inputs: The inputs that it depends on.
+        moved: The input whose elements it has, if it has those of one.
+        number: Whether it is a number, or one in each element.
+        scaled: Whether it is a multiple by a number.
+    """
+
+    terms: Mapping[int, Added] = {}
+    inputs: frozenset[int] = frozenset()
+    moved: int | None = None
+    number: bool = False
+    scaled: bool = False
+
+
+class Flows(NamedTuple):
+    """The flow of each output of a jaxpr, and the pairs that its matmuls multiply.
+
+    Args:
+        outs: The flows of the outputs.
+        products: For each matmul that maps a value by an input, moved or not: that input, and the inputs that the other
+            operand depends on.
+    """
+
+    outs: tuple[Flow, ...]
+    products: tuple[tuple[int, frozenset[int]], ...]
+
+
+_cache: weakref.WeakKeyDictionary[Any, Flows] = weakref.WeakKeyDictionary()
+
+
+def flows(jaxpr: Any) -> Flows:
+    """What each output of a jaxpr contains, through sums, moves, joins, products with numbers and sub-jaxprs."""
+    jaxpr = compat.open_jaxpr(jaxpr).jaxpr
+    if jaxpr not in _cache:
+        _cache[jaxpr] = _flows(jaxpr)
+    return _cache[jaxpr]
+
+
+def _flows(jaxpr: Any) -> Flows:
+    of = {v: Flow({i: Added.NOTHING}, frozenset((i,)), i) for i, v in enumerate(jaxpr.invars)}
+    products: list[tuple[int, frozenset[int]]] = []
+
+    def flow(v: Any) -> Flow:
+        known = Flow() if isinstance(v, compat.Literal) else of.get(v, Flow())
+        return known._replace(number=known.number or not compat.is_shaped(v.aval) or compat.numel(v.aval) == 1)
+
+    for eqn in jaxpr.eqns:
+        read = list(map(flow, eqn.invars))
+        if primitive(eqn.primitive.name).op is Op.ENTER:
+            of.update(zip(eqn.outvars, _through(eqn, read, products), strict=True))
+            continue
+        if eqn.primitive.name in MATMULS:
+            products += _products(eqn, read[:2])
+        found = _result(eqn, read)
+        of.update((v, found) for v in eqn.outvars)
+    return Flows(tuple(map(flow, jaxpr.outvars)), tuple(products))
+
+
+def _products(eqn: Any, operands: Sequence[Flow]) -> list[tuple[int, frozenset[int]]]:
+    """The pairs of a matmul. A vector for each element of a batch is no map: it has no dimension of its own."""
+    maps = [True, True]
+    if eqn.primitive.name == "dot_general":
+        contracted, batch = eqn.params["dimension_numbers"]
+        maps = [len(v.aval.shape) > len(c) + len(b) for v, c, b in zip(eqn.invars, contracted, batch, strict=True)]
+    pairs = zip(operands, reversed(operands), maps, strict=True)
+    return [(x.moved, other.inputs) for x, other, is_map in pairs if is_map and x.moved is not None]
+
+
+def _result(eqn: Any, read: Sequence[Flow]) -> Flow:
+    row = primitive(eqn.primitive.name)
+    inputs = frozenset().union(*(x.inputs for x in read))
+    arrays = [x for x in read if not x.number]
+    if not arrays:
+        return Flow(inputs=inputs, number=row.elementwise or row.moves or row.whole or row.exact)
+    scales = bool(row.linear) and row.elementwise and len(arrays) == 1
+    moves = row.moves or row.whole
+    if not (scales or moves or row.accumulates or row.join):
+        return Flow(inputs=inputs)
+    added = Added.NOTHING
+    if row.adds and len(arrays) > 1:
+        added = Added.STEP if any(x.scaled for x in arrays) else Added.TERM
+    first = arrays[0]
+    scaled = (scales and len(read) > 1) or (first.scaled and len(arrays) == 1)
+    return Flow(_merged(arrays, added), inputs, first.moved if moves else None, scaled=scaled)
+
+
+def _merged(read: Sequence[Flow], added: Added) -> dict[int, Added]:
+    merged: dict[int, Added] = {}
+    for x in read:
+        for i, before in x.terms.items():
+            merged[i] = max(merged.get(i, Added.NOTHING), before, added)
+    return merged
+
+
+def _through(eqn: Any, read: Sequence[Flow], products: list[tuple[int, frozenset[int]]]) -> list[Flow]:
+    """The flows of an equation's outputs, given those of its operands; adds the products inside."""
+    outs = [Flow() for _ in eqn.outvars]
+    for sub in sub_jaxprs(eqn):
+        inside = flows(sub.jaxpr)
+
+        def operand(i: int, sub: SubJaxpr = sub) -> Flow:
+            number = sub.operands[i]
+            return Flow() if number is None else read[number]
+
+        def depends(inputs: frozenset[int]) -> frozenset[int]:
+            return frozenset().union(*(operand(i).inputs for i in inputs))
+
+        for i, others in inside.products:
+            multiplied = operand(i).moved
+            if multiplied is not None:
+                products.append((multiplied, depends(others)))
+        if len(inside.outs) != len(outs):  # the condition of a `while`
+            continue
+        for k, out in enumerate(inside.outs):
+            parts = [Flow(_merged([operand(i)], added)) for i, added in out.terms.items()]
+            outs[k] = Flow(
+                _merged([outs[k], *parts], Added.NOTHING),
+                outs[k].inputs | depends(out.inputs),
+                None if out.moved is None or primitive(eqn.primitive.name).loop else operand(out.moved).moved,
+                scaled=out.scaled,
+            )
+    return outs
+
+
+def added_to(body: SubJaxpr, i: int) -> Added:
+    """What the body of a loop adds to the `i`-th value of its carry."""
+    return flows(body.jaxpr).outs[i].terms.get(body.consts + i, Added.NOTHING)
+
+
+def is_one_map(body: SubJaxpr) -> bool:
+    """Whether the iterations of a loop are steps of one map: matmuls multiply its carry by loop invariants only.
+
+    The iterations of a `scan` over layers multiply the carry by an array that is scanned.
+    """
+    end = body.consts + body.carry
+    multiplied = {i for i, others in flows(body.jaxpr).products if any(body.consts <= j < end for j in others)}
+    return any(i < body.consts for i in multiplied) and not any(i >= end for i in multiplied)
+
+
