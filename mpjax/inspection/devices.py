@@ -7,6 +7,8 @@ import dataclasses
 import difflib
 import pathlib
 
+import jax
+
 
 @dataclasses.dataclass(frozen=True)
 class Device:
@@ -80,3 +82,11 @@ def device_of(name: str) -> Device:
 
 def _words(name: str) -> set[str]:
     return set(name.upper().replace("-", " ").split())
+
+
+def local_device() -> str:
+    """The name in `DEVICES` of JAX's default device; empty if its peak rates are not known."""
+    try:
+        return device_of(jax.devices()[0].device_kind).name
+    except ValueError:
+        return ""

@@ -9,7 +9,7 @@ from typing import Any
 from mpjax.casting.autocast import planned_call
 from mpjax.casting.plan import Plan
 from mpjax.casting.rows import Row, rows_of, unseen_of
-from mpjax.inspection.reports import Report, Section, short_dtypes, totals
+from mpjax.inspection.reports import Report, Section, amount, short_dtypes, totals
 from mpjax.program.formats import NAMES
 from mpjax.program.source import FORWARD
 
@@ -30,7 +30,7 @@ class Explanation(Report):
         >>> import jax.numpy as jnp, mpjax
         >>> plan = mpjax.explain(lambda w, x: x @ w, jnp.eye(2), jnp.eye(2))
         >>> print(str(plan).splitlines()[0])
-        matmuls and convolutions: 1.6e-05 MFLOP in float16 (100.0% in half)
+        matmuls and convolutions: 16 FLOP in float16 (100.0% in half)
         >>> plan.flops
         {'float16': 16}
     """
@@ -75,11 +75,11 @@ class Explanation(Report):
         """One line per row, with the pass if the program computes a gradient."""
         if any(row.phase != FORWARD and not row.rule for row in self.rows):
             rows = [(*cells[:2], row.phase, *cells[2:]) for row in self.rows for cells in [_cells(row)]]
-            return Section("", "", "module|line|pass|op|>runs|>MFLOP|in|out|why", rows, shown=_SHOWN)
-        return Section("", "", "module|line|op|>runs|>MFLOP|in|out|why", [*map(_cells, self.rows)], shown=_SHOWN)
+            return Section("", "", "module|line|pass|op|>runs|>FLOPs|in|out|why", rows, shown=_SHOWN)
+        return Section("", "", "module|line|op|>runs|>FLOPs|in|out|why", [*map(_cells, self.rows)], shown=_SHOWN)
 
     def _finding(self) -> Section:
-        parts = ", ".join(f"{n / 1e6:.3g} MFLOP in {dtype}" for dtype, n in sorted(self.flops.items()))
+        parts = ", ".join(f"{amount(n, 'FLOP')} in {dtype}" for dtype, n in sorted(self.flops.items()))
         share = f" ({self.half_share:.1%} in half)" if sum(self.flops.values()) else ""
         lines = [f"matmuls and convolutions: {parts or 'none'}{share}"]
         left: dict[tuple[str, str], dict[str, None]] = {}
@@ -97,11 +97,15 @@ class Explanation(Report):
 def _cells(row: Row) -> tuple[str, ...]:
     why = row.why + (" ↻" if row.recomputed else "") + (" ∂" if row.rule else "")
     dtypes = _short(row.dtypes_in), _short(row.dtypes_out)
-    return row.module or "-", row.source, row.op, str(row.count), _mega(row.flops), *dtypes, why
-
-
-def _mega(flops: int) -> str:
-    return f"{flops / 1e6:.3g}" if flops else ""
+    return (
+        row.module or "-",
+        row.source,
+        row.op,
+        str(row.count),
+        amount(row.flops, "") if row.flops else "",
+        *dtypes,
+        why,
+    )
 
 
 def _short(dtypes: Iterable[str]) -> str:

@@ -22,6 +22,9 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 WIDTH = 100
+# The CSS class of each dtype, in long and in short form.
+_DTYPES = dict.fromkeys(("float16", "bfloat16", "f16", "bf16"), "half") | dict.fromkeys(("float32", "f32"), "single")
+_DTYPES |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "f8_e4m3fn", "f8_e5m2"), "eighth")
 Key = TypeVar("Key")
 
 
@@ -92,8 +95,14 @@ def drawn(figure: Callable[[Any], None]) -> Any:
 
 
 def _html_row(cells: Sequence[str], tag: str, right: Collection[int]) -> str:
-    kind = [' class="right"' if i in right else "" for i in range(len(cells))]
-    return f"<tr>{''.join(f'<{tag}{k}>{html.escape(c)}</{tag}>' for c, k in zip(cells, kind, strict=True))}</tr>\n"
+    return f"<tr>{''.join(_html_cell(cell, tag, i in right) for i, cell in enumerate(cells))}</tr>\n"
+
+
+def _html_cell(cell: str, tag: str, right: bool) -> str:
+    """A cell, which has the class of its dtype if it names one or several of the same kind."""
+    dtypes = {_DTYPES.get(name, "") for name in re.split("[,/]", cell)}
+    classes = " ".join([*(["right"] if right else []), *(dtypes - {""} if len(dtypes) == 1 else ())])
+    return f"<{tag} class='{classes}'>{html.escape(cell)}</{tag}>" if classes else f"<{tag}>{html.escape(cell)}</{tag}>"
 
 
 class Report(abc.ABC):
@@ -108,6 +117,19 @@ class Report(abc.ABC):
 
     main: ClassVar[str]
     derived: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__repr__ = Report.__repr__  # type: ignore[method-assign]  # in place of a dataclass's, of up to 400 kB
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.headline}>"
+
+    @property
+    def headline(self) -> str:
+        """The answer in one line: the first of the text that is not its title."""
+        lines = (line for section in self.sections() for line in section.lines() if line != section.title)
+        return next(lines, self.title)
 
     @property
     @abc.abstractmethod
@@ -160,9 +182,13 @@ class Report(abc.ABC):
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """The report as one self-contained HTML page, also written to `path` if one is given."""
+        return written(_PAGE.substitute(title=html.escape(self.title), report=self._repr_html_()), path)
+
+    def _repr_html_(self) -> str:
+        """The report in a notebook: the page without its frame."""
         sections = (dataclasses.replace(s, title="") if s.title == self.title else s for s in self.sections())
         body = "\n".join(f"<section>{section.html()}</section>" for section in sections)
-        return written(_PAGE.substitute(title=html.escape(self.title), body=body), path)
+        return f'<style>{_STYLE}</style>\n<div class="mpjax"><h1>{html.escape(self.title)}</h1>\n{body}\n</div>'
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the report's figure, if it has one; needs Matplotlib.
@@ -334,7 +360,15 @@ def written(text: str, path: str | os.PathLike[str] | None) -> str:
     return text
 
 
-_PAGE = string.Template(pathlib.Path(__file__).with_name("page.html").read_text("utf-8"))
+_PAGE = string.Template(
+    """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title></head><body>
+$report
+</body></html>
+"""
+)
+_STYLE = pathlib.Path(__file__).with_name("report.css").read_text("utf-8")
 
 
 # Plain-text tables with aligned columns that fit a terminal.

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from mpjax.casting.attention.kernel import Trial
 from mpjax.inspection.auditing.communication import Collective, collectives_of_call, device_count
 from mpjax.inspection.auditing.dataflow import Flow, Value, flow_of, residuals_of
-from mpjax.inspection.auditing.matmuls import casts_of, findings_of, matmuls_of
+from mpjax.inspection.auditing.matmuls import casts_of, findings_of, matmuls_of, traffic_gain
 from mpjax.inspection.auditing.report import PrecisionReport as PrecisionReport
 from mpjax.inspection.auditing.risks import Risk, risks_of
-from mpjax.inspection.devices import device_of
+from mpjax.inspection.devices import device_of, local_device
 from mpjax.inspection.gradient import argument_names
 from mpjax.inspection.reports import reason, totals
 from mpjax.loss_scale.usage import unscaled_updates
@@ -49,7 +49,8 @@ def audit(
         *args: The arguments of the call. `jax.ShapeDtypeStruct`s can replace arrays, and NNX and Equinox modules are
             supported. Arguments that are not arrays are passed through unchanged.
         kwargs: Keyword arguments of the call.
-        device: The device in "Speed at most", as `PrecisionReport.speedup_bound` takes it; None for all known devices.
+        device: The device in "Speed at most", as `PrecisionReport.speedup_bound` takes it; by default JAX's own device,
+            if its peak rates are known.
         min_half: The least share of the FLOPs in half, for `PrecisionReport.failure` and the command's exit status.
 
     Returns:
@@ -96,9 +97,10 @@ def audit(
         notes=(*notes, *unknown, *_notes(sites)),
         communication=communication,
         devices=devices,
-        device=device or "",
+        device=device or local_device(),
         min_half=min_half,
         tpu=tpu,
+        traffic=traffic_gain(sites),
     )
 
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from mpjax.inspection.devices import Device
 from mpjax.inspection.reports import added_up, amount, totals
-from mpjax.program.formats import NAMES
-from mpjax.program.graph import Site
+from mpjax.program import compat
+from mpjax.program.formats import NAMES, is_narrow
+from mpjax.program.graph import Site, sub_jaxprs
 from mpjax.program.interpreter import is_float
 from mpjax.program.primitives import is_weight_gradient
 
@@ -261,8 +262,6 @@ def _cast(site: Site) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 _PRECISIONS = {3: "HIGH", 6: "HIGHEST"}  # by the bfloat16 passes of a TPU
-# Memory traffic takes half the time in half.
-_MEMORY = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,8 +285,26 @@ class SpeedupBound:
     limit: float
 
 
-def speedup_bound(matmuls: Sequence[Matmul], devices: int, device: Device) -> SpeedupBound:
-    """The speedup bound of a program's matmuls and convolutions, spread evenly over `devices`."""
+def traffic_gain(sites: Iterable[Site]) -> float:
+    """By how much the results of a program, and so its memory traffic, are smaller than in float32: from 1 to 2."""
+    sizes = totals(
+        (is_narrow(v.aval.dtype), site.times * compat.numel(v.aval) * v.aval.dtype.itemsize)
+        for site in sites
+        if not sub_jaxprs(site.eqn)
+        for v in site.outvars
+        if is_float(v)
+    )
+    half, total = sizes.get(True, 0), sum(sizes.values())
+    return (total + half) / total if total else 1.0
+
+
+def speedup_bound(matmuls: Sequence[Matmul], devices: int, device: Device, traffic: float) -> SpeedupBound:
+    """The speedup bound of a program's matmuls and convolutions, spread evenly over `devices`.
+
+    Args:
+        matmuls, devices, device: The rows of the program, and the devices that run it.
+        traffic: By how much its memory traffic is smaller than in float32.
+    """
     halves = totals((d, row.flops) for row in matmuls for d in row.dtypes if d in ("float16", "bfloat16"))
     half = max(halves, key=lambda dtype: halves[dtype], default="float16")
 
@@ -302,8 +319,8 @@ def speedup_bound(matmuls: Sequence[Matmul], devices: int, device: Device) -> Sp
 
     float32, now, in_half = least("float32"), least(), least(wide=half)
 
-    def bound(seconds: float) -> float:
+    def bound(seconds: float, of_memory: float) -> float:
         ratio = float32 / seconds if seconds else 1.0
-        return max(ratio, _MEMORY) if ratio > 1 else 1.0
+        return max(ratio, of_memory) if ratio > 1 else 1.0
 
-    return SpeedupBound(device.name, float32, now, in_half, bound(now), bound(in_half))
+    return SpeedupBound(device.name, float32, now, in_half, bound(now, traffic), bound(in_half, 2.0))

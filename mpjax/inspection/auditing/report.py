@@ -17,7 +17,6 @@ from mpjax.inspection.reports import Report, Section, added_up, amount, duration
 from mpjax.program.source import BACKWARD, FORWARD, RECOMPUTED
 
 _PHASES = (FORWARD, RECOMPUTED, BACKWARD)
-_USUAL_DEVICES = 7  # data center GPUs; --all prints the rest of the table
 # Short names for narrow table columns.
 _OPS = {
     "conv_general_dilated": "conv",
@@ -42,9 +41,10 @@ class PrecisionReport(Report):
         notes: The limits of the figures.
         communication: Collectives between devices; None for a program on one device.
         devices: Number of devices that run the program.
-        device: The device in "Speed at most", as `speedup_bound` takes it; empty for all known devices.
+        device: The device in "Speed at most", as `speedup_bound` takes it; empty if there is none to report on.
         min_half: The share of FLOPs in half below which `failure` is not empty; None for none.
         tpu: Whether it runs on a TPU, which multiplies float32 in bfloat16 passes.
+        traffic: By how much the program's memory traffic is smaller than in float32, at most 2.
         scores: Bytes of `residuals` that are scores of attention, which `Rules(attention="fused")` doesn't keep.
 
     Example:
@@ -68,6 +68,7 @@ class PrecisionReport(Report):
     min_half: float | None = None
     tpu: bool = False
     scores: int = 0
+    traffic: float = 2.0
 
     main = "matmuls"
     derived = "flops flops_by_phase half_share speedup_bounds"
@@ -97,8 +98,8 @@ class PrecisionReport(Report):
         """Bounds the speedup of half over float32, from the FLOPs of matmuls and convolutions.
 
             least time = Σ FLOPs / peak FLOP/s of the dtype
-            speedup   ≤ max(least time in float32 / least time as written, 2)    by Amdahl's law: matmuls gain at most
-                                                                                 that, and memory traffic at most 2
+            speedup   ≤ max(least time in float32 / least time as written, traffic)    by Amdahl's law: no part gains
+                                                                                       more than matmuls or traffic
 
         Without half there is no gain. A matmul that is not in half gets no faster.
 
@@ -110,7 +111,7 @@ class PrecisionReport(Report):
 
         Source: Amdahl, 1967; peak rates from their makers.
         """
-        return speedup_bound(self.matmuls, self.devices, device_of(device))
+        return speedup_bound(self.matmuls, self.devices, device_of(device), self.traffic)
 
     def assert_half(self, min_share: float = 0.99) -> None:
         """Fails unless matmuls and convolutions run in half. Meant for a project's tests.
@@ -154,7 +155,8 @@ class PrecisionReport(Report):
         sent = [] if self.communication is None else [communication_section(self.communication)]
         if not self.matmuls:
             return [Section(self.title, "no matmul or convolution"), self._risks(), memory, *sent, *notes]
-        return [self._flops(), self._findings(), self._risks(), self._places(), memory, *sent, self._speed(), *notes]
+        speed = [self._speed()] if self.device else []
+        return [self._flops(), self._findings(), self._risks(), self._places(), memory, *sent, *speed, *notes]
 
     def _score_lines(self) -> list[str]:
         """What fused attention would save."""
@@ -173,8 +175,13 @@ class PrecisionReport(Report):
         of_all = amount(total, "FLOP")
         if self.devices > 1:
             of_all += f" in total on {self.devices} devices ({amount(total / self.devices, 'FLOP')} per device)"
-        lines = list(dict.fromkeys(risk.why for risk in self.risks if risk.kind == "unscaled"))
-        lines += [f"matmuls and convolutions: {of_all}, {self.half_share:.1%} in half", *self._to_do()]
+        answer = f"{self.half_share:.1%} in half, of {of_all} of matmuls and convolutions"
+        if self.risks:
+            worst, where, _ = next(_alike(self.risks, lambda risk: risk.kind))
+            kinds = len({risk.kind for risk in self.risks})
+            answer += f"; {len(self.risks)} risks of {kinds} kinds" if len(self.risks) > 1 else "; one risk"
+            answer += f", the most serious: {worst.kind} at {where or 'an unknown line'}"
+        lines = [answer, *dict.fromkeys(risk.why for risk in self.risks if risk.kind == "unscaled"), *self._to_do()]
         return Section(self.title, "\n".join(lines), f"operands|>{'|>'.join(_PHASES)}|>share", rows)
 
     def _to_do(self) -> list[str]:
@@ -193,10 +200,6 @@ class PrecisionReport(Report):
             lines.append("not in half: " + ", ".join(f"{place} ({flops / total:.1%})" for place, flops in most))
         elif others:
             lines.append("nothing is in half: mpjax.autocast or mpjax.with_policy runs it in half")
-        if self.risks:
-            kinds = ", ".join(dict.fromkeys(risk.kind for risk in self.risks))
-            several = "risks" if len(self.risks) > 1 else "risk"
-            lines.append(f"{len(self.risks)} {several} in half, the most serious first: {kinds}")
         return lines
 
     def _places(self) -> Section:
@@ -246,10 +249,10 @@ class PrecisionReport(Report):
         ]
         text = (
             "relative to float32 (TF32 where available), by Amdahl's law: matmuls at the peak rates; memory traffic "
-            "gains at most 2×. No execution is faster than the least time."
+            f"gains {self.traffic:.2g}×. No execution is faster than the least time."
         )
         columns = "device|>least time|>speedup|>least time in half|>speedup in half"
-        return Section("Speed at most", text, columns, rows, shown=_USUAL_DEVICES)
+        return Section("Speed at most", text, columns, rows)
 
     @property
     def speedup_bounds(self) -> dict[str, SpeedupBound]:
