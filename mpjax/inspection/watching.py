@@ -19,7 +19,6 @@ from mpjax.inspection.ranges.range_statistics import Limits, RangeNote, RangePro
 from mpjax.inspection.reports import Section, percent
 from mpjax.loss_scale.replicas import all_finite
 from mpjax.loss_scale.state import find_loss_scale_state, loss_scale_of
-from mpjax.policy import HALF_DTYPES
 from mpjax.program.graph import Block, Site, lay_out, owners_of
 from mpjax.program.interpreter import Instrumented, widened
 from mpjax.program.source import BACKWARD
@@ -39,8 +38,8 @@ class WatchedModule:
         name: The module path; outside of named modules, the user's function.
         phase: `"forward"` or `"backward"`.
         amax: The largest magnitude of a finite value, computed in float32. Gradients do not include the loss scale.
-        flushed: Of the nonzero values that the program stores in half, the share that is flushed to zero at the loss
-            scale.
+        flushed: Of the nonzero values that the program stores in half, or reads in half, the share that is flushed to
+            zero at the loss scale.
         zeros: The share of values that are zero in float32 too.
         nonfinite: The number of values that are inf or NaN, or beyond the range of the dtype that stores them.
     """
@@ -339,15 +338,18 @@ def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Measurement:
         arrays = [widened(x) for x in program.arrays]
         _, notes = Instrumented(probe, wide=True).block(block, arrays, consts=consts)
         return jnp.stack(
-            [_row(notes, places, scale if phase == "backward" else 1) for (_, phase), places in rows.items()]
+            [
+                _row(notes, places, counts.half, scale if phase == "backward" else 1)
+                for (_, phase), places in rows.items()
+            ]
         )
 
     return _Measurement(tuple(rows), run, block.not_entered())
 
 
-def _row(notes: Mapping[Any, RangeNote], places: Sequence[Site], scale: Any) -> Any:
-    """The values of `COLUMNS` over the equations of one module."""
-    found = [(notes["range", p.number], _dtype(p) in HALF_DTYPES) for p in places if ("range", p.number) in notes]
+def _row(notes: Mapping[Any, RangeNote], places: Sequence[Site], half: Mapping[int, Any], scale: Any) -> Any:
+    """The values of `COLUMNS` over the equations of one module; `half` as in `Counted`."""
+    found = [(notes["range", p.number], p.number in half) for p in places if ("range", p.number) in notes]
     amax = functools.reduce(jnp.maximum, (extremes[0] for (_, extremes, _), _ in found), jnp.float32(0))
     nothing = jnp.zeros(5, jnp.float32)
     counts = sum((counts.astype(jnp.float32) for (counts, _, _), _ in found), nothing)
@@ -357,26 +359,20 @@ def _row(notes: Mapping[Any, RangeNote], places: Sequence[Site], scale: Any) -> 
 
 
 class StatisticsProbe(RangeProbe):
-    """A `RangeProbe` of activations and gradients only, each against its storage dtype."""
+    """A `RangeProbe` of activations and gradients only, each against the half dtype in which it is stored or read."""
 
     def __init__(self, block: Block, counts: Counted):
         made = {p.number: p for p in block.places() if p.number in counts.all}
         self.places: Mapping[int, Site] = {n: p for n, p in made.items() if floats(p.eqn.outvars)}
-        self.graded = frozenset()
+        self.graded, self.half = frozenset(), counts.half
 
     def equation(self, place: Site, iteration: Any, ins: Any, outs: Sequence[Any], rerun: Any) -> dict[Any, Any]:
         if place.number not in self.places:
             return {}
         measured = [outs[i] for i in floats(place.eqn.outvars)]
-        return {("range", place.number): note(measured, _limits(_dtype(place)), False)}
-
-
-def _dtype(place: Site) -> Any:
-    """The widest dtype in which the program stores an equation's results."""
-    dtypes = (place.eqn.outvars[i].aval.dtype for i in floats(place.eqn.outvars))
-    return max(dtypes, key=lambda dtype: dtype.itemsize)
+        return {("range", place.number): note(measured, _limits(self.half.get(place.number)), False)}
 
 
 def _limits(dtype: Any) -> Limits:
-    """The limits of a half dtype; none for others."""
-    return Limits.of(dtype) if dtype in HALF_DTYPES else Limits(np.dtype(np.float32), 0.0, float("inf"), 23)
+    """The limits of a half dtype; without one, those of float32."""
+    return Limits(np.dtype(np.float32), 0.0, float("inf"), 23) if dtype is None else Limits.of(dtype)

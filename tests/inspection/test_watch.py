@@ -150,8 +150,8 @@ def test_flushed_is_the_share_of_values_that_become_zero():
     watched = mpjax.watch(loss)
     state = jax.jit(lambda s, w, x: watched.update(s, w, x))(watched.init(jnp.eye(16), x), jnp.eye(16), x)
     (record,) = state.records()
-    # Of 2^-12 ... 2^-27 those up to 2^-25 are zero in float16. The product is stored in float32.
-    assert row(record, "tiny", "forward").flushed == 3 / 16
+    # Of 2^-12 ... 2^-27 those up to 2^-25 are zero in float16. The product, which is cast to it, is 2^0 ... 2^-15.
+    assert row(record, "tiny", "forward").flushed == 3 / 32
 
 
 def test_gradients_that_are_all_flushed_are_the_first_row_and_a_warning():
@@ -161,10 +161,20 @@ def test_gradients_that_are_all_flushed_are_the_first_row_and_a_warning():
     assert gradient.flushed == 1
     assert 0 < gradient.amax < 1e-8
     lines = str(record).splitlines()
-    assert lines[1].startswith("warning: flushed to zero are most values of Net/second, backward (100%)")
-    assert re.match(r"Net/second +backward .* 100.00%", lines[-len(record.modules)])
+    # The first of them is the gradient of the loss, which the last layer's matmul reads in half.
+    assert lines[1].startswith("warning: flushed to zero are most values of loss_fn (test_watch.py), backward (100%)")
+    assert re.match(r"\S+ .*backward .* 100.00%", lines[-len(record.modules)])
     assert record.scalars()["backward/Net/second/flushed"] == 1
     assert "backward/Net/second/zeros" in record.scalars()
+
+
+def test_a_float32_value_is_judged_in_the_dtype_in_which_a_matmul_reads_it():
+    loss = lambda w, x: 1e-8 * jnp.mean(jnp.tanh(x @ w) ** 2)
+    w, x = jnp.eye(16) / 2, jnp.ones((8, 16))
+    watched = mpjax.watch(loss, policy="mixed_float16")
+    (record,) = jax.jit(watched.update)(watched.init(w, x), w, x).records()
+    assert not np.any(jax.grad(mpjax.autocast(loss, "mixed_float16"))(w, x)), "all gradients are zero"
+    assert "gradients need a larger loss scale" in " ".join(str(record).split())
 
 
 def test_a_record_of_an_overflow_has_the_size_of_what_overflowed(trained):

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from mpjax.program.evaluator import evaluate
 from mpjax.program.graph import Block, Site
@@ -39,13 +41,14 @@ class Counted:
         activations: Equations of the forward pass.
         gradients: Equations of the backward pass that compute gradients of activations.
         parameters: Equations of the backward pass, matmuls and sums, that compute gradients of parameters.
-        half: All equations whose results the program stores in half; empty for a program without half.
+        half: The half dtype in which the program stores an equation's results, or in which an operation reads them, by
+            its number; empty for a program without half.
     """
 
     activations: frozenset[int]
     gradients: frozenset[int]
     parameters: frozenset[int]
-    half: frozenset[int]
+    half: Mapping[int, np.dtype]
 
     @functools.cached_property
     def all(self) -> frozenset[int]:
@@ -62,7 +65,7 @@ def counted(block: Block, num_gradients: int) -> Counted:
     analysis, parameters = _analysed(block, num_gradients)
     phases = {number: analysis.places[number].phase for number in analysis.found}
     forward, backward = (frozenset(n for n in phases if phases[n] == phase) for phase in (FORWARD, BACKWARD))
-    return Counted(forward, backward - parameters, backward & parameters, frozenset(analysis.half))
+    return Counted(forward, backward - parameters, backward & parameters, analysis.half)
 
 
 def in_units_of_scales(eqn: Any) -> bool:
@@ -87,7 +90,7 @@ class _Analysis:
     def __init__(self, places: dict[int, Site]):
         self.places = places
         self.found: set[int] = set()
-        self.half: set[int] = set()
+        self.half: dict[int, np.dtype] = {}
 
     def block(self, block: Block, ins: Sequence[_Producers]) -> list[_Producers]:
         env = block.environment(ins, [_Producers()] * len(block.jaxpr.constvars))
@@ -101,8 +104,7 @@ class _Analysis:
         if name == "float8_quantise":  # A copy stands for its array.
             return [given[0]]
         if primitive(name).moves or primitive(name).whole:
-            if any(map(is_half, eqn.outvars)):
-                self.half.update(*(producers.near for producers in given))
+            self._note_half(place, frozenset[int]().union(*(producers.near for producers in given)))
             return [given[min(i, len(given) - 1)] if given else _Producers() for i in range(len(eqn.outvars))]
         if name in MATMULS:
             self.found.update(*(producers.near for producers in given))
@@ -110,11 +112,17 @@ class _Analysis:
             self.found.add(place.number)
         self._mark_module_outputs(place, given)
         own = frozenset({place.number})
-        self.half.update(own if any(map(is_half, eqn.outvars)) else ())
+        self._note_half(place, own)
         far = own
         if name == "add_any" or (name in ("mul", "div") and any(not v.aval.shape for v in eqn.invars)):
             far = own.union(*(producers.far for producers in given))
         return [_Producers(own, far)] * len(eqn.outvars)
+
+    def _note_half(self, place: Site, numbers: Iterable[int]) -> None:
+        """Notes that the values of some equations are stored in half, if an equation has half results."""
+        half = next((v.aval.dtype for v in place.eqn.outvars if is_half(v)), None)
+        if half is not None:
+            self.half |= dict.fromkeys(numbers, half)
 
     def _mark_module_outputs(self, reader: Site, given: Iterable[_Producers]) -> None:
         """Marks the operands that leave their module: the reader lies outside of it."""
