@@ -91,9 +91,11 @@ def profile(
     if not stepper.warm_up():
         steps = min(steps, _STEPS_OF_RECOMPILATION)
     timing = Timing(stepper.timed(steps), stepper.compile_seconds)
+    jitted, copied = stepper.jitted, stepper.copied
     whole = detailed = _record(stepper, steps)
     notes = list(stepper.notes())
-    if not stepper.jitted and not stepper.why_not:
+    # Compiled as a whole, a step that compiles again at each call would keep a value that it changes.
+    if not stepper.jitted and not stepper.why_not and whole.recompilation is None:
         stepper = stepper.under_jit()
         stepper.warm_up()
         timing = timing._replace(compiled=stepper.timed(steps))
@@ -120,6 +122,8 @@ def profile(
         timing,
         device=runs_on.device_kind,
         capability=_capability(runs_on),
+        jitted=jitted,
+        copied=copied,
         notes=notes,
     )
     return dataclasses.replace(
@@ -187,6 +191,8 @@ def report_of(
     *,
     device: str,
     capability: float | None = None,
+    jitted: bool = True,
+    copied: int = 0,
     notes: Iterable[str] = (),
 ) -> ProfileReport:
     """The report of a measurement.
@@ -197,6 +203,7 @@ def report_of(
         timing: Wall times without the profiler.
         device: The device's name.
         capability: An NVIDIA GPU's compute capability; None for other devices.
+        jitted, copied: As in `advise`.
         notes: Further notes.
     """
     gpu = detailed.trace.gpu and capability is not None
@@ -222,6 +229,8 @@ def report_of(
         recompilation=whole.recompilation,
         callbacks=[i for i in detailed.instructions.values() if i.kind == hlo.CALLBACK],
         outside=report.outside_share,
+        jitted=jitted,
+        copied=copied,
         ranked=report.reliable,
     )
     return dataclasses.replace(report, advice=advice)

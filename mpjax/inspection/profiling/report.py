@@ -165,9 +165,9 @@ class ProfileReport(Report):
             lines[0] += f", as given, without jit; {duration(self.compiled_seconds)} compiled as a whole"
         if self.limit:
             share = max(self._work_share, self.advice[0].share if self.advice else 0.0)
-            lines.append(f"limited by {self.limit}: {share:.0%} of the step")
+            lines.insert(0, f"limited by {self.limit}: {share:.0%} of the step")
         else:
-            lines.append(f"nothing stands out: the device is busy {self.device_share:.0%} of the step")
+            lines.insert(0, f"nothing stands out: the device is busy {self.device_share:.0%} of the step")
         lines += [f"{i}. {advice}" for i, advice in enumerate(self.advice[:_FIRST], 1)]
         return Section("What limits the step", "\n".join(lines))
 
@@ -231,6 +231,9 @@ _FILE = pathlib.Path(__file__).with_name("limits.csv")
 _LIMITS = {row["limit"]: row for row in csv.DictReader(_FILE.read_text("utf-8").splitlines())}
 
 
+_MANY_BYTES = 1 << 20  # of NumPy arrays, from which copying them takes longer than a call
+
+
 @dataclasses.dataclass(frozen=True)
 class Advice:
     """One recommended change.
@@ -262,6 +265,8 @@ def advise(
     recompilation: Recompilation | None = None,
     callbacks: Sequence[hlo.Instruction] = (),
     outside: float | None = None,
+    jitted: bool = True,
+    copied: int = 0,
     ranked: bool = True,
 ) -> tuple[Advice, ...]:
     """Advice on a step, ranked by the share of its time.
@@ -273,15 +278,24 @@ def advise(
         recompilation: The step's recompilation during the measurement.
         callbacks: The step's host callbacks.
         outside: For a step that is not jitted, the share of its time that the compiled step does not take.
+        jitted: Whether the step is one compiled program.
+        copied: The bytes of NumPy arrays among the arguments of each call, which it copies to the device.
         ranked: Whether the kernels' times are reliable.
     """
     found = [_advice("input pipeline", split.input / split.wall)]
-    if outside is not None:
+    waiting = split.dispatch / split.wall
+    if recompilation:
+        pass  # What else the host does, no measurement tells: a jit of all of it might fix a value that changes.
+    elif outside is not None:
         found.append(_advice("code outside of jit", outside))
+    elif not jitted:
+        found.append(_advice("host work in the step", waiting))
     elif gpu and callbacks:
-        found.append(_advice("host callbacks", split.dispatch / split.wall, f" ({_called(callbacks)})"))
+        found.append(_advice("host callbacks", waiting, f" ({_called(callbacks)})"))
+    elif copied >= _MANY_BYTES:
+        found.append(_advice("transfer", waiting, f" ({amount(copied, 'B')} of NumPy arrays)"))
     else:
-        found.append(_advice("dispatch", split.dispatch / split.wall))
+        found.append(_advice("dispatch", waiting))
     if recompilation:
         again = (
             f": {recompilation.steps} of {recompilation.measured} steps were compiled again, "

@@ -228,6 +228,12 @@ class Stepper:
         return times
 
     @property
+    def copied(self) -> int:
+        """The bytes of NumPy arrays among the arguments, which each call copies to the device."""
+        leaves = jax.tree.leaves((self._args, self.last_batch, self._kwargs))
+        return sum(x.nbytes for x in leaves if isinstance(x, np.ndarray))
+
+    @property
     def changed(self) -> dict[str, tuple[str, ...]]:
         """The arguments whose shapes or dtypes differ between compilations."""
         return changes(self._calls)
