@@ -128,8 +128,7 @@ class Report(abc.ABC):
     @property
     def headline(self) -> str:
         """The answer in one line: the first of the text that is not its title."""
-        lines = (line for section in self.sections() for line in section.lines() if line != section.title)
-        return next(lines, self.title)
+        return next((line for section in self.sections() for line in section.text.splitlines() if line), self.title)
 
     @property
     @abc.abstractmethod

@@ -232,8 +232,8 @@ class _Measuring:
     def _tried(self, losing: Sequence[str], init_scale: float) -> tuple[tuple[str, ...], tuple[Tried, ...]]:
         """The modules that must stay in float32, and the trials that show it."""
         budget = self.budget
-        outliers = self._outliers()
-        rows = [row for row in self.largest if row[1] not in outliers] or self.largest[-1:]
+        left_out = self._left_out()
+        rows = [row for row in self.largest if row[1] not in left_out] or self.largest[-1:]
         _, number, args, exact = rows[0]
         half = Policy(jnp.float32, self.limits.dtype, jnp.float32)
         paths = self._paths()
@@ -264,11 +264,21 @@ class _Measuring:
                 kept, best = rest, without
         return tuple(kept), (*found, best)
 
+    def _nonfinite(self) -> set[int]:
+        """The numbers of the batches whose gradients are inf or NaN, which a run in float32 has computed."""
+        return {i for i, batch in enumerate(self.gradients) if math.inf in batch.values()}
+
     def _outliers(self) -> set[int]:
-        """The numbers of the batches whose gradients are far larger than those of the others."""
-        sizes = [max(batch.values(), default=0.0) for batch in self.gradients]
-        median = float(np.median(sizes))
-        return {i for i, size in enumerate(sizes) if len(sizes) >= _FEWEST and size > _OUTLIER * median}
+        """The numbers of the batches whose gradients are finite, and far larger than those of the others."""
+        bad = self._nonfinite()
+        sizes = {i: max(batch.values(), default=0.0) for i, batch in enumerate(self.gradients) if i not in bad}
+        median = float(np.median([*sizes.values()])) if sizes else 0.0
+        return {i for i, size in sizes.items() if len(sizes) >= _FEWEST and size > _OUTLIER * median}
+
+    def _left_out(self) -> set[int]:
+        """The numbers of the batches from which no scale is derived, unless there is no other batch."""
+        bad = self._nonfinite()
+        return self._outliers() | (bad if len(bad) < self.batches else set())
 
     def _paths(self) -> set[str]:
         return {row.name for row in self.tallies if row.table == "by_op" and row.name}
@@ -308,6 +318,7 @@ class _Measuring:
             losing=() if trials else tuple(below_root(path, paths) for path in losing if path),
             losing_lines=self._lines() if outside else (),
             outliers=tuple(sorted(self._outliers())),
+            nonfinite=tuple(sorted(self._nonfinite())),
             trials=trials,
             unseen=tuple(self.unseen),
             budget=self.budget,
@@ -371,8 +382,8 @@ class _Measuring:
 
     def _largest_gradient(self, kept: Iterable[str]) -> float | None:
         """The largest gradient at scale 1 outside of the kept modules; None if there is none or one is not finite."""
-        outliers, kept = self._outliers(), set(kept)
-        batches = [batch for i, batch in enumerate(self.gradients) if i not in outliers]
+        left_out, kept = self._left_out(), set(kept)
+        batches = [batch for i, batch in enumerate(self.gradients) if i not in left_out]
         seen = [size for batch in batches for path, size in batch.items() if path not in kept]
         if not seen:
             total = sum((tally for row, tally in self.tallies.items() if row.table == "parameters"), start=Tally())

@@ -13,6 +13,8 @@ import numpy as np
 from mpjax.inspection.ranges.range_statistics import Float8Range, Limits, together_float8
 from mpjax.inspection.reports import Report, Section, folded_rows, percent, short_dtypes
 
+_MUCH = 0.05  # the share of flushed gradients from which the loss scale is the first thing to say
+
 
 @dataclasses.dataclass(frozen=True)
 class Range:
@@ -95,6 +97,7 @@ class NumericsReport(Report):
         losing_lines: The same of operations outside of named modules, as `exp at file.py:12`, if nothing was tried or
             the gradients are not finite in half.
         outliers: The batches whose gradients are far larger than those of the others, counted from 0.
+        nonfinite: The batches whose gradients are inf or NaN in float32 too, counted from 0.
         half_gradient_exponents: `activation_gradient_exponents` restricted to the values that the program computes in
             half; all values if the program has no half.
         float8: What one scale for each tensor does to the operands of float8 matmuls, by module; empty if the program
@@ -121,6 +124,7 @@ class NumericsReport(Report):
     losing: tuple[str, ...] = ()
     losing_lines: tuple[str, ...] = ()
     outliers: tuple[int, ...] = ()
+    nonfinite: tuple[int, ...] = ()
     half_gradient_exponents: Mapping[int, int] = dataclasses.field(default_factory=dict)
     float8: tuple[Float8Range, ...] = ()
     unseen: tuple[str, ...] = ()
@@ -211,10 +215,16 @@ class NumericsReport(Report):
         return "\n".join(lines)
 
     def _verdict(self) -> Iterator[str]:
+        if 0 < len(self.nonfinite) < self.batches:
+            yield (
+                f"the gradients of batch {', '.join(map(str, self.nonfinite))} are not finite in float32 either, so "
+                f"{self.dtype} is not the cause: mpjax.find_nonfinite with that batch shows where; the figures of the "
+                "scale are those of the others"
+            )
         if self.keep_float32:
             yield f"{self.dtype} loses values that matter in {', '.join(self.keep_float32)}"
         if self.losing:
-            yield f"{self.dtype} loses values, which was not tried under autocast, in {', '.join(self.losing)}"
+            yield f"{self.dtype} loses values in {', '.join(self.losing)} (not tried under autocast)"
         if self.losing_lines:
             yield f"{self.dtype} loses values outside of named modules: {'; '.join(self.losing_lines)}"
         if self.outliers:
@@ -232,6 +242,13 @@ class NumericsReport(Report):
             )
         elif self.unseen:
             yield f"found nothing that must stay in float32, but {len(self.unseen)} operations were not inspected"
+        elif self.nonfinite:
+            return
+        elif self.flushed_at(self.loss_scale) > _MUCH:
+            yield (
+                f"{self.dtype} flushes {self.flushed_at(self.loss_scale):.0%} of the activation gradients to zero at "
+                f"loss scale {_scale(self.loss_scale)}: use a loss scale, see below"
+            )
         else:
             yield "no module needs to be kept in float32 for its range"
             if self.trials and self.trials[-1].error > self.budget:

@@ -196,3 +196,19 @@ def test_modules_of_nnx_are_named_by_their_path():
     x = 3 * np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
     report = mpjax.numerics(lambda net, x: jnp.mean(net(x) ** 2), Net(nnx.Rngs(0)), x)
     assert report.keep_float32 == ("blocks/1",), str(report)
+
+
+def test_a_batch_that_is_nan_in_float32_is_no_outlier():
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) @ w)
+    good = jnp.ones((8, 16))
+    report = mpjax.numerics(loss, jnp.eye(16) * 0.3, batches=[good, good.at[0, 0].set(jnp.nan), good, good])
+    assert (report.nonfinite, report.outliers) == ((1,), ())
+    assert report.headline.startswith("the gradients of batch 1 are not finite in float32 either")
+    assert "skips" not in str(report)
+    assert "no module needs" not in str(report)
+    assert report.init_scale == mpjax.numerics(loss, jnp.eye(16) * 0.3, batches=[good] * 3).init_scale
+
+
+def test_gradients_that_all_flush_are_the_first_thing_said():
+    report = mpjax.numerics(lambda w, x: 1e-9 * jnp.mean(jnp.tanh(x @ w) @ w), jnp.eye(16) * 0.3, jnp.ones((8, 16)))
+    assert "flushes 100% of the activation gradients to zero at loss scale 1" in report.headline
