@@ -24,7 +24,7 @@ from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
 from mpjax.program.graph import NOBODY, Block, Owners, Site, lay_out, owners_of, walk
 from mpjax.program.interpreter import COMPILER_OPTIONS, Eager, Instrumented, Key, is_half, is_inexact, widened
-from mpjax.program.primitives import Op, primitive
+from mpjax.program.primitives import MATMULS, Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD
 from mpjax.program.tracing import TracedCall
 
@@ -316,8 +316,9 @@ def _primal(block: Block, live: set[Any]) -> set[int]:
     read = _variables(v for p in block.eqns for v in p.eqn.invars) | _variables(block.jaxpr.outvars)
     for place in reversed(block.eqns):
         outs = set(place.eqn.outvars)
-        # The value of a function of which only the gradient is used has no reader.
-        if place.phase == BACKWARD or (outs & read and not outs & live):
+        # The value of a function of which only the gradient is used has no reader, or is not computed at all.
+        is_value = outs & live or not outs & read or _computes_values(place)
+        if place.phase == BACKWARD or not is_value:
             continue
         found.add(place.number)
         if place.blocks and primitive(place.name).call:
@@ -330,6 +331,13 @@ def _primal(block: Block, live: set[Any]) -> set[int]:
             found.update(p.number for inner in place.blocks for p in inner.places())
             live |= _variables(place.eqn.invars)
     return found
+
+
+def _computes_values(place: Site) -> bool:
+    """Whether an equation of the forward pass computes the value, whatever reads it: no derivative of an elementwise
+    operation has matmuls or reductions.
+    """
+    return place.name in MATMULS or primitive(place.name).kernel
 
 
 def _is_where_gradient(program: _Examined, fault: Provenance, outs: Sequence[int]) -> bool:

@@ -1,5 +1,7 @@
 """What `find_nonfinite` concludes: which element matters, on which device, and whether float32 fails too."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,3 +154,16 @@ def test_a_fault_of_the_data_is_told_from_one_of_autocast():
 def test_an_overflow_of_float32_is_called_an_overflow():
     for fun in (lambda x: x * x, lambda x: x @ x, lambda x: jnp.sum(x**3)):
         assert find_nonfinite(fun, np.full((2, 2), 1e30, np.float32)).diagnosis.startswith("overflow")
+
+
+@pytest.mark.parametrize("form", ["autocast of the gradient", "gradient of autocast"])
+def test_an_overflow_of_the_forward_pass_is_no_fault_of_the_scale(form):
+    def loss(weights, x):
+        return jnp.mean((jax.nn.relu(x @ weights[0]) @ weights[1]) ** 2)
+
+    cast = functools.partial(mpjax.autocast, policy="mixed_float16")
+    gradient = cast(jax.grad(loss)) if form == "autocast of the gradient" else jax.grad(cast(loss))
+    weights = jnp.full((16, 16), 300.0), jnp.ones((16, 16))
+    found = mpjax.find_nonfinite(gradient, weights, jnp.full((8, 16), 20.0))
+    assert (found.primitive, found.direction) == ("dot_general", "forward")
+    assert "loss scale" not in str(found)
