@@ -9,6 +9,7 @@ if _typing.TYPE_CHECKING:
     from mpjax.casting import AutocastWarning as AutocastWarning
     from mpjax.casting import Float8 as Float8
     from mpjax.casting import Rules as Rules
+    from mpjax.casting import UnscaledGradientWarning as UnscaledGradientWarning
     from mpjax.casting import UnusedRuleWarning as UnusedRuleWarning
     from mpjax.casting import autocast as autocast
     from mpjax.casting import autocast_disabled as autocast_disabled
@@ -62,7 +63,7 @@ else:
 
     _MODULES = {
         "casting": """
-            AutocastWarning Float8 Rules UnusedRuleWarning autocast autocast_disabled
+            AutocastWarning Float8 Rules UnscaledGradientWarning UnusedRuleWarning autocast autocast_disabled
             float_function half_function promote_function""",
         "loss_scale": """
             LossScaleError LossScaleState LossScaleWarning apply_gradients check_progress

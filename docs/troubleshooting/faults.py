@@ -34,7 +34,7 @@ def unit_vectors(params, x):
 
 
 def unit_vectors_gradient(params, x):
-    return jax.grad(mpjax.autocast(unit_vectors))(params, x)
+    return jax.grad(mpjax.autocast(unit_vectors, "mixed_bfloat16"))(params, x)
 
 
 @jax.jit

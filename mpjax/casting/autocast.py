@@ -7,10 +7,12 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import jmp
+import numpy as np
 
 from mpjax.casting import checks
 from mpjax.casting.attention import prepare
@@ -21,13 +23,16 @@ from mpjax.casting.policies import is_enabled, setting_of
 from mpjax.casting.rewrite import array_for, run_closed, values_of
 from mpjax.casting.rules import Rules
 from mpjax.casting.setting import Region, Setting
+from mpjax.kernels import unscaled
 from mpjax.policy import Policy, get_policy
 from mpjax.program import compat, contexts
-from mpjax.program.graph import owners_of
-from mpjax.program.source import MARK
+from mpjax.program.graph import owners_of, passes_of
+from mpjax.program.source import BACKWARD, MARK, SCALED
 from mpjax.program.tracing import TracedCall, functional, trace
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def plan_program(program: TracedCall, setting: Setting, with_owners: bool = False) -> Plan:
@@ -49,14 +54,29 @@ def plan_program(program: TracedCall, setting: Setting, with_owners: bool = Fals
     return plan_function(jaxpr, dataclasses.replace(setting, plans_rules=True))
 
 
-def run_program(program: TracedCall, planned: Plan) -> Any:
-    """Runs a planned function on the arrays it was traced with."""
+def run_program(program: TracedCall, planned: Plan, mark: Callable[[Any], Any] | None = None) -> Any:
+    """Runs a planned function on the arrays it was traced with. `mark` is applied to the results that it computes."""
     outs = run_closed(planned, program.jaxpr, values_of(program.arrays, planned.ins, planned.setting.half))
-    storages = [TRACED if x is None else FULL for x in planned.outs]
-    eqns = compat.open_jaxpr(program.jaxpr).jaxpr.eqns
-    makers = ((eqn for eqn in reversed(eqns) if v in eqn.outvars) for v in planned.outvars)
-    arrays = [array_for(*each) for each in zip(outs, storages, makers, strict=True)]
-    return program.rebuild([_result(x, v, planned) for x, v in zip(arrays, planned.outvars, strict=True)])
+    maker_of = {v: eqn for eqn in compat.open_jaxpr(program.jaxpr).jaxpr.eqns for v in eqn.outvars}
+    results = []
+    for out, x, v in zip(outs, planned.outs, planned.outvars, strict=True):
+        maker = None if isinstance(v, compat.Literal) else maker_of.get(v)
+        array = array_for(out, TRACED if x is None else FULL, iter(() if maker is None else (maker,)))
+        results.append(_result(array, v, planned))
+        if mark is not None and maker is not None:
+            with compat.EquationContext(maker):
+                results[-1] = mark(results[-1])
+    return program.rebuild(results)
+
+
+def mark_of(program: TracedCall, plan: Plan) -> Callable[[Any], Any] | None:
+    """What makes the results of a float16 program warn where they are differentiated; None within scaled losses."""
+    if not plan.counts.cast or plan.setting.half != np.float16 or not unscaled.is_outside_scaled_losses():
+        return None
+    passes = passes_of(program.jaxpr)
+    if SCALED in passes:
+        return None
+    return functools.partial(unscaled.marked, backward=BACKWARD in passes and unscaled.warn())
 
 
 def _result(x: Any, v: Any, planned: Plan) -> Any:
@@ -68,7 +88,13 @@ def _result(x: Any, v: Any, planned: Plan) -> Any:
     return compat.with_weak_type(x, v.aval)
 
 
-def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = None) -> F:
+@overload
+def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = None) -> F: ...
+@overload
+def autocast(
+    fun: None = None, policy: Any = "mixed_float16", *, rules: Rules | None = None
+) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+def autocast(fun: Any = None, policy: Any = "mixed_float16", *, rules: Rules | None = None) -> Any:
     """A function like `fun` whose operations run in half precision where that is safe.
 
     Autocast traces the call, gives each value of the program a dtype, and runs the program with casts
@@ -85,6 +111,7 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
     Args:
         fun: Any function of JAX arrays and pytrees of them, or of Flax NNX modules, whose state it may
             change. Arguments that are not arrays (Python scalars, strings, `None`) are passed through unchanged.
+            Without it, autocast is a decorator: `@mpjax.autocast(policy="mixed_bfloat16")`.
         policy: `"mixed_float16"`, `"mixed_bfloat16"`, `"mixed_float8"`, or anything that `get_policy` accepts. Autocast
             uses its compute dtype and its matmul dtype: float32 makes autocast the identity, and `"O3"` runs everything
             in half.
@@ -114,10 +141,10 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
     `torch.autocast`; Micikevicius et al., "Mixed Precision Training", ICLR 2018.
     """
     policy = get_policy(policy)
-    if not callable(fun):
-        raise TypeError(
-            f"autocast({fun!r}): a {type(fun).__qualname__} is not a function; give the loss function itself."
-        )
+    if fun is None:
+        return functools.partial(autocast, policy=policy, rules=rules)
+    if not callable(fun) or _is_linen(fun):
+        raise _not_a_function(fun)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -131,12 +158,32 @@ def autocast(fun: F, policy: Any = "mixed_float16", *, rules: Rules | None = Non
         checks.check_inputs(program, policy)
         checks.check_device(setting)
         checks.check_plan(plan)
+        mark = mark_of(program, plan)
         # An outer autocast leaves this plan's decisions alone.
         with jax.named_scope(MARK + Region.PLANNED) if contexts.planning.value else contextlib.nullcontext():
-            return finish(run_program(program, plan))
+            return finish(run_program(program, plan, mark))
 
     vars(wrapped)[_ATTRIBUTE] = Autocast(wrapped, fun, policy, rules)
-    return cast(F, wrapped)
+    return wrapped
+
+
+def _is_linen(x: Any) -> bool:
+    """Whether `x` is a Linen module, which Flax's own transformations alone can lift out of its scope."""
+    return any(c.__name__ == "Module" and c.__module__.startswith("flax.linen") for c in type(x).__mro__)
+
+
+def _not_a_function(fun: Any) -> TypeError:
+    kind = type(fun).__qualname__
+    if _is_linen(fun):
+        return TypeError(
+            f"autocast({kind}(...)): a Flax Linen module is not a function of its parameters. Give autocast "
+            "model.apply, or a loss function that calls it; mpjax.with_policy(model, policy) returns a model."
+        )
+    if isinstance(fun, (str, jmp.Policy)):
+        return TypeError(
+            f"autocast({fun!r}): the function comes first; a decorator is @mpjax.autocast(policy={fun!r})."
+        )
+    return TypeError(f"autocast({fun!r}): a {kind} is not a function; give the loss function itself.")
 
 
 _ATTRIBUTE = "__mpjax_autocast__"

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 from mpjax.casting.scaled import Float8, check_choices
 from mpjax.policy import path_matches
@@ -17,12 +17,17 @@ from mpjax.program.primitives import primitive as primitive_row
 Predicate = Callable[[Any, Mapping[str, Any], tuple[Any, ...]], bool]
 Entry = str | Predicate
 
+Level = Literal["conservative", "default", "half"]
+Residuals = Literal["auto", "half", "full"]
+ResidualStream = Literal["half", "float32"]
+WeightGradients = Literal["float32", "everywhere", "half"]
+Attention = Literal["unfused", "fused", "cudnn", "pallas", "xla"]
 CHOICES = {
-    "level": ("conservative", "default", "half"),
-    "residuals": ("auto", "half", "full"),
-    "residual_stream": ("half", "float32"),
-    "weight_gradients": ("float32", "everywhere", "half"),
-    "attention": ("unfused", "fused", "cudnn", "pallas", "xla"),
+    "level": get_args(Level),
+    "residuals": get_args(Residuals),
+    "residual_stream": get_args(ResidualStream),
+    "weight_gradients": get_args(WeightGradients),
+    "attention": get_args(Attention),
 }
 _LISTS = (("allow", Op.ALLOW), ("deny", Op.DENY), ("infer", Op.INFER))
 _VARIABLES = {name: f"MPJAX_{name.upper()}LIST_ADD" for name, _ in _LISTS}
@@ -98,14 +103,14 @@ class Rules:
     The assignment of operations to lists follows it and `torch.autocast`.
     """
 
-    allow: tuple[Entry, ...] = ()
-    deny: tuple[Entry, ...] = ()
-    infer: tuple[Entry, ...] = ()
-    level: str = "default"
-    residuals: str = "auto"
-    weight_gradients: str = "float32"
-    residual_stream: str = "half"
-    attention: str = "unfused"
+    allow: Sequence[Entry] = ()  # tuples from `__post_init__` on
+    deny: Sequence[Entry] = ()
+    infer: Sequence[Entry] = ()
+    level: Level = "default"
+    residuals: Residuals = "auto"
+    weight_gradients: WeightGradients = "float32"
+    residual_stream: ResidualStream = "half"
+    attention: Attention = "unfused"
     float8: Float8 | None = None
 
     def __post_init__(self) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from mpjax.policy import path_matches
-from mpjax.program.formats import FLOAT8, Format
+from mpjax.program.formats import Format
 from mpjax.program.source import scopes
 
-WEIGHT_GRADIENTS = ("float8", "half")
+Cotangents = Literal["e5m2", "e4m3"]
+WeightGradients = Literal["float8", "half"]
 
 
 def check_choices(options: Any, choices: Mapping[str, Sequence[str]]) -> None:
@@ -48,15 +49,15 @@ class Float8:
     Source: the default sizes are those of torchao's filter for tensor-wise scaling.
     """
 
-    cotangents: str = "e5m2"
+    cotangents: Cotangents = "e5m2"
     min_size: tuple[int, int] = (4096, 1024)
-    weight_gradients: str = "float8"
-    axis_name: str | tuple[str, ...] = ()
-    allow: tuple[str, ...] = ()
-    deny: tuple[str, ...] = ()
+    weight_gradients: WeightGradients = "float8"
+    axis_name: str | Sequence[str] = ()  # a tuple from `__post_init__` on, as are the patterns
+    allow: Sequence[str] = ()
+    deny: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        check_choices(self, {"cotangents": tuple(FLOAT8.cotangents), "weight_gradients": WEIGHT_GRADIENTS})
+        check_choices(self, {"cotangents": get_args(Cotangents), "weight_gradients": get_args(WeightGradients)})
         sizes = self.min_size
         if not (isinstance(sizes, tuple) and len(sizes) == 2 and all(isinstance(n, int) and n >= 0 for n in sizes)):
             raise ValueError(f"Float8(min_size={sizes!r}): give two sizes (K, N), such as (4096, 1024) or (0, 0).")
@@ -72,7 +73,7 @@ class Float8:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes of `axis_name`."""
-        return (self.axis_name,) if isinstance(self.axis_name, str) else self.axis_name
+        return (self.axis_name,) if isinstance(self.axis_name, str) else tuple(self.axis_name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from mpjax.casting.rules import Rules
 from mpjax.loss_scale import static_loss_scale, value_and_grad
 from mpjax.loss_scale.state import LossScaleState, find_loss_scale_state
 from mpjax.policy import is_castable
+from mpjax.program import contexts
 from mpjax.program import objects as nnx_calls
 from mpjax.program.graph import Site, lay_out, owners_of, walk
 from mpjax.program.host import in_host_memory
@@ -133,7 +134,7 @@ class Loss:
             names[:] = [path.removesuffix("/value") for path in paths]  # of an NNX variable
             return [grad for _, grad in with_paths], value[0] if self.has_aux else value
 
-        return gradient
+        return gradient if state is not None else _in_scaled_losses(gradient)
 
     def gradient_at_any_scale(self, names: list[str]) -> Any:
         """`gradient` with the loss scale as the keyword argument `mpjax_loss_scale`: shape (), float32."""
@@ -149,6 +150,16 @@ class Loss:
         names: list[str] = []
         program = trace_to_run(caller, self.gradient_at_any_scale(names), args, {"mpjax_loss_scale": np.float32(1)})
         return program, next(i for i, name in enumerate(program.names) if "mpjax_loss_scale" in name), names
+
+
+def _in_scaled_losses(gradient: Callable[..., Any]) -> Callable[..., Any]:
+    """A gradient that an inspection takes unscaled on purpose, so that it does not warn."""
+
+    def quiet(*args: Any) -> Any:
+        with contexts.scaled_losses(()):
+            return gradient(*args)
+
+    return quiet
 
 
 def relative_error(found: Iterable[Any], exact: Iterable[Any]) -> float:

@@ -215,10 +215,10 @@ def watch(
         >>> import jax, jax.numpy as jnp, mpjax
         >>> def loss_fn(w, x):
         ...     return jnp.mean(jnp.tanh(x @ w) ** 2)
-        >>> watched = mpjax.watch(loss_fn, every=2, policy="mixed_float16")
+        >>> watched = mpjax.watch(loss_fn, every=2, policy="mixed_bfloat16")
         >>> @jax.jit
         ... def step(w, state, x):
-        ...     loss, grads = mpjax.value_and_grad(loss_fn, policy="mixed_float16")(w, x)
+        ...     loss, grads = mpjax.value_and_grad(loss_fn, policy="mixed_bfloat16")(w, x)
         ...     return w - 0.1 * grads, watched.update(state, w, x, grads=grads)
         >>> w, x = jnp.eye(4), jnp.ones((8, 4))
         >>> state = watched.init(w, x)

@@ -69,7 +69,6 @@ class TrainState(Protocol):
 
 
 AnyTrainState = TypeVar("AnyTrainState", bound=TrainState)
-_MISSING: Any = object()
 
 
 @overload
@@ -78,7 +77,7 @@ def apply_gradients(tx: AnyTrainState, grads: Any, **extra_args: Any) -> AnyTrai
 def apply_gradients(
     tx: Any, grads: Any, opt_state: State, params: Params, **extra_args: Any
 ) -> tuple[Params, State]: ...
-def apply_gradients(tx: Any, grads: Any, opt_state: Any = _MISSING, params: Any = _MISSING, **extra_args: Any) -> Any:
+def apply_gradients(tx: Any, grads: Any, opt_state: Any = None, params: Any = None, **extra_args: Any) -> Any:
     """Computes the updates and applies them: returns the new params and the new optimizer state.
 
     Equivalent to `tx.update` followed by `optax.apply_updates`. With a loss-scaled `tx` both happen inside
@@ -111,12 +110,12 @@ def apply_gradients(tx: Any, grads: Any, opt_state: Any = _MISSING, params: Any 
         [0.5, 0.5]
     """
     if _is_train_state(tx):
-        if opt_state is not _MISSING or params is not _MISSING:
+        if opt_state is not None or params is not None:
             raise TypeError(f"{_OF_A_TRAIN_STATE}, without opt_state and params, which it holds.")
         return _apply_to_train_state(tx, grads, extra_args)
     if _is_train_state(opt_state):
         raise TypeError(f"{_OF_A_TRAIN_STATE}; got it as opt_state.")
-    if opt_state is _MISSING or params is _MISSING:
+    if opt_state is None or params is None:
         raise TypeError(
             "apply_gradients(tx, grads, opt_state, params): opt_state or params are missing. Only a Flax TrainState in "
             f"place of tx holds them; got a {type(tx).__name__}."

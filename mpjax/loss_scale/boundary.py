@@ -32,6 +32,7 @@ from mpjax.loss_scale.state import loss_scale_of
 from mpjax.loss_scale.usage import note_gradient, note_rule_outside, warn_of_rules_outside
 from mpjax.policy import is_half
 from mpjax.program import compat
+from mpjax.program.source import SCALED
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -96,7 +97,8 @@ def scale_loss(fun: Callable[P, T], opt_state: Any, has_aux: bool = False) -> Ca
         arrays = [*call.arrays, *hoisted]
         # Values of Flax's FP8 collection are unchanged.
         where = [i for i, x in enumerate(arrays) if is_differentiable(x) and not is_overwritten(names[i])]
-        entered, mark = enter([arrays[i] for i in where], inverse, tuple(names[i] for i in where))
+        with jax.named_scope(SCALED):
+            entered, mark = enter([arrays[i] for i in where], inverse, tuple(names[i] for i in where))
         for i, x in zip(where, entered, strict=True):
             arrays[i] = x
         return call.finish(_crossed(inside([mark, *arrays]), scale, inverse, mark))

@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from mpjax.loss_scale.trees import along_leading_axes
 from mpjax.policy import HALF_DTYPES, path_string
 from mpjax.program import contexts
+from mpjax.program.source import SCALED
 
 T = TypeVar("T")
 
@@ -42,7 +43,8 @@ def multiply(x: jax.Array, factor: jax.Array, dtype: Any = None) -> jax.Array:
     """`x * factor`, computed in float32 or wider and rounded once, to `dtype` (default: that of `x`)."""
     dtype = np.dtype(dtype or x.dtype)
     wide = jnp.float32 if np.dtype(x.dtype).itemsize < 4 else x.dtype
-    product = x.astype(wide) * factor.astype(wide)
+    with jax.named_scope(SCALED):
+        product = x.astype(wide) * factor.astype(wide)
     if dtype.itemsize > 1:
         return product.astype(dtype)
     # A cast to float8 gives NaN above its largest number. Finite values saturate instead.

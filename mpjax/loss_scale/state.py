@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 import optax
 
@@ -88,6 +89,13 @@ def find_loss_scale_state(opt_state: Any) -> LossScaleState:
         check_wiring(tree)
         return found[0]
     if not found:
+        if isinstance(tree, optax.GradientTransformation) or callable(getattr(tree, "init", None)):
+            raise ValueError(
+                f"opt_state is a {type(tree).__name__}, the optimizer itself: give its state, opt_state = "
+                "tx.init(params), or the one that its last update returned."
+            )
+        if isinstance(tree, (str, jmp.Policy)):
+            raise ValueError(f"opt_state={tree!r} is a policy: give it by its name, policy={tree!r}.")
         raise ValueError(
             f"found no LossScaleState in the given {type(tree).__name__}: wrap the optimizer with "
             "mpjax.dynamic_loss_scale or mpjax.static_loss_scale (mpjax.loss_scale_for chooses by policy) and "

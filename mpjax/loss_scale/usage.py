@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from mpjax.kernels.unscaled import note_scaling_loop
 from mpjax.loss_scale.state import LossScaleWarning, roundings
 from mpjax.policy import is_half, path_string
 
@@ -71,6 +72,8 @@ class Expectation:
 
     def __init__(self, scale: float | None) -> None:
         self._scale = scale
+        if scale is None:
+            note_scaling_loop(self)
         self._when_made: int | None = None  # a restored state, made in another process, expects nothing
 
     def state_made(self) -> None:

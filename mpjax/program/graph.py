@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from mpjax.program import compat
 from mpjax.program.evaluator import evaluate
 from mpjax.program.primitives import TABLE, Op, matmul_flops, primitive
-from mpjax.program.source import join, module_of, path_of, phase_of, source_line
+from mpjax.program.source import SCALED, join, module_of, path_of, phase_of, scopes, source_line
 
 _T = TypeVar("_T")
 
@@ -205,6 +205,17 @@ def sub_jaxprs(eqn: Any) -> Sequence[SubJaxpr]:
     if row.call or name == "shard_map":
         return [SubJaxpr(jaxpr, every, count) for jaxpr in inner[:1]]
     return [_padded(jaxpr, ()) for jaxpr in inner]
+
+
+def passes_of(jaxpr: Any) -> frozenset[str]:
+    """The passes of a closed jaxpr's equations, and `SCALED` if one belongs to a loss scale."""
+    found: set[str] = set()
+    for eqn in compat.open_jaxpr(jaxpr).jaxpr.eqns:
+        module = scopes(eqn)
+        found |= {phase_of(module), SCALED} if SCALED in module else {phase_of(module)}
+        for inner in sub_jaxprs(eqn):
+            found |= passes_of(inner.jaxpr)
+    return frozenset(found)
 
 
 def _padded(jaxpr: Any, operands: Sequence[int]) -> SubJaxpr:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 import traceback
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from mpjax.program import compat
 # The prefix of the named scopes that mpjax opens around regions. Unlike a Python flag, scopes stay with the equations
 # through `jit`, `grad` and `vmap`.
 MARK = "mpjax."
+SCALED = MARK + "scaled"  # around the products with the loss scale
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
 _REMATTED = "rematted_computation"  # JAX's scope around the operations that a remat recomputes
 _TRANSFORM = re.compile(r"\b\w+\(")
@@ -24,6 +27,7 @@ _MARKED = re.compile(re.escape(MARK) + r"\w+")
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LAYERS = tuple(f"{os.sep}{library}{os.sep}" for library in ("flax", "haiku", "equinox"))
+_OPTIMIZERS = (f"{os.sep}optax{os.sep}",)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -100,6 +104,19 @@ def split_scopes(module: str) -> list[str]:
         else:
             parts.append(part)
     return parts
+
+
+def user_stacklevel() -> int:
+    """The `stacklevel` with which its caller warns about the user's line: outside of mpjax, JAX and layer libraries."""
+    frame: types.FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level if frame is not None else 2
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((_PACKAGE, _JAX)) or any(layer in file for layer in (*_LAYERS, *_OPTIMIZERS))
 
 
 def traceback_line(error: BaseException) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 import mpjax
-from mpjax.casting.autocast import autocast_of, plan_program, run_program
+from mpjax.casting.autocast import autocast_of, mark_of, plan_program, run_program
 from mpjax.casting.plan import Plan
 from mpjax.casting.policies import setting_of
 from mpjax.inspection.explanation import Explanation, explanation
@@ -445,10 +445,9 @@ class Subject:
 
     def rewritten(self, plan: Plan) -> Traced:
         """The program rewritten by a plan."""
-        return trace(
-            lambda *args: run_program(dataclasses.replace(self.program(plan.setting.half), arrays=args), plan),
-            *self.args,
-        )
+        program = self.program(plan.setting.half)
+        mark = mark_of(program, plan)
+        return trace(lambda *args: run_program(dataclasses.replace(program, arrays=args), plan, mark), *self.args)
 
 
 def _fails_in_jit(case: Case, subject: Subject, error: Exception) -> bool:

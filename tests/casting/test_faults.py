@@ -91,6 +91,7 @@ def test_matmuls_of_a_backward_rule_are_planned_and_shown():
     fun = lambda w, x: jnp.sum(quantized(x * 3, w * 3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the warning was "no matmul or convolution of float32 arrays"
+        warnings.simplefilter("ignore", mpjax.UnscaledGradientWarning)
         assert measures.half_share(jax.grad(mpjax.autocast(fun)), W, X) > 0
     rules = [row for row in mpjax.explain(fun, W, X).rows if row.rule]
     assert ("float16", "float16") in [row.dtypes_in for row in rules if row.op == "dot_general"]
@@ -122,6 +123,7 @@ def test_large_masks_do_not_warn():
     masked = lambda w, x: jnp.sum(jax.nn.softmax(jnp.where(x @ w > 0, x @ w, -1e38)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", mpjax.UnscaledGradientWarning)
         jax.make_jaxpr(jax.grad(mpjax.autocast(masked)))(W, X)
 
 

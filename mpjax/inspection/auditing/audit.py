@@ -66,7 +66,7 @@ def audit(
         >>> def loss_fn(w, x):
         ...     return jnp.mean(jax.nn.relu(x @ w) @ w)
         >>> w = x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-        >>> mpjax.audit(mpjax.autocast(jax.grad(loss_fn)), w, x).half_share
+        >>> mpjax.audit(jax.grad(mpjax.autocast(loss_fn, "mixed_bfloat16")), w, x).half_share
         1.0
         >>> [(found.kind, found.share) for found in mpjax.audit(loss_fn, w, x).findings]
         [('dtype', 1.0)]
@@ -135,7 +135,8 @@ def _residuals(program: TracedCall, flow: Flow, sites: list[Site]) -> tuple[list
         ]
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.arrays]
     try:
-        traced = compat.trace(gradient, *shapes)
+        with contexts.scaled_losses(()):  # the user did not differentiate it
+            traced = compat.trace(gradient, *shapes)
     except Exception as error:  # custom derivative rules may raise any error
         return None, [f"the function has no gradient: {reason(error)}"]
     return list(residuals_of(flow_of(traced))), ["kept for the backward pass: for the gradient of the first argument"]

@@ -18,7 +18,7 @@ from mpjax.program.primitives import primitive
 
 # Most severe first: inf, NaN or wrong results before lost digits.
 MEANINGS = {
-    "unscaled": "the loss scale is applied to nothing: small float16 gradients are lost",
+    "unscaled": "float16 gradients without loss scaling: small ones become zero; use mpjax.value_and_grad with a state",
     "overflow": "a finite constant becomes infinite",
     "epsilon": "a constant that guards against zero becomes zero",
     "ids": "distinct whole numbers become equal",
@@ -37,7 +37,7 @@ class Risk:
     """Operations of one line of the program that half precision may make inaccurate.
 
     Args:
-        kind: `"unscaled"`: a loss scale that no gradient uses;
+        kind: `"unscaled"`: a float16 backward pass without loss scaling, or a loss scale that no gradient uses;
             `"exp"`, `"log"`, `"pow"`, `"sum"`, `"softmax"`, `"loss"`: computed in half;
             `"overflow"`: a finite constant (an additive mask) becomes infinite in half;
             `"epsilon"`: a constant becomes zero in half;
@@ -64,13 +64,19 @@ def risks_of(flow: Flow) -> tuple[Risk, ...]:
     """The risks of a program, merged by kind, module, line, operation and dtype, the most severe first."""
     nodes = list(flow.all_nodes())
     known = known_values(flow)
-    found = [*_operations(nodes), *_loss(flow, nodes)]
+    found = [("unscaled", node.site, "float16", MEANINGS["unscaled"]) for node in nodes if _is_unscaled(node)]
+    found += [*_operations(nodes), *_loss(flow, nodes)]
     for node in nodes:
         found += _constants(node, known)
     found += _vanished(nodes)
     found += _updates(flow, known)
     found += _compared(nodes, known)
     return _merged(found)
+
+
+def _is_unscaled(node: Node) -> bool:
+    """Whether it marks a float16 backward pass without loss scaling."""
+    return bool(node.site.eqn.params.get("backward", False)) and node.site.name == "unscaled"
 
 
 RiskySite = tuple[str, Site, str, str]  # kind, site, dtype, why
