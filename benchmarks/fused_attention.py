@@ -24,6 +24,7 @@ from benchmarks.training import target
 from benchmarks.training.configurations import CONFIGURATIONS, training
 from benchmarks.training.traffic import bytes_moved
 from mpjax import Rules
+from mpjax.casting.rules import Attention
 from perf.results import previous
 
 # The workload of each row and the shape of its largest scores: batch × heads, queries, keys.
@@ -45,7 +46,7 @@ ROWS: dict[str, tuple[Workload, tuple[int, int, int]]] = {
     "T5-base, 512 to 128 tokens": (_short("t5_base"), (32 * 12, 512, 512)),
 }
 # The implementation by name, and its call in the compiled program.
-KERNELS = {"gpu": ("cudnn", "__cudnn$fmha"), "tpu": ("pallas", "tpu_custom_call")}
+KERNELS: dict[str, tuple[Attention, str]] = {"gpu": ("cudnn", "__cudnn$fmha"), "tpu": ("pallas", "tpu_custom_call")}
 FORMS = {"gpu": ("as written", "fused", "by hand"), "tpu": ("as written", "fused")}
 
 

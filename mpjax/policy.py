@@ -11,7 +11,7 @@ import difflib
 import fnmatch
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -219,7 +219,7 @@ class Policy(jmp.Policy):
     Source: `jmp.Policy` (DeepMind), with the per-path overrides of Keras's per-layer policies.
     """
 
-    overrides: tuple[tuple[str, Policy], ...] = ()
+    overrides: Sequence[tuple[str, Any]] = ()  # a tuple with policies from `__post_init__` on
     # Any when passed, a dtype after `__post_init__`.
     reduce_dtype: Any = None
     override_dtypes: bool = dataclasses.field(default=False, kw_only=True)

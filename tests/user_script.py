@@ -66,8 +66,23 @@ with mpjax.restore_if_skipped(model, optimizer):
     optimizer.update(model, module_grads)
 mpjax.check_progress(opt_state)
 
+rules = mpjax.Rules(deny=["*/head"], attention="fused", float8=mpjax.Float8(allow=["*/mlp"], axis_name=["data"]))
+rules = rules.add(allow=["tanh"])
+assert_type(mpjax.autocast(loss_fn, rules=rules)(params, x, shift=1.0), jax.Array)
+policy = mpjax.Policy("float32", "float16", "float32", [("*/head", "float32")])
+mpjax.low_bit_state(optax.adam(1e-3), keep=["*/head"])
+
+
+@mpjax.autocast(policy="mixed_bfloat16")
+def decorated(params: Params, x: jax.Array) -> jax.Array:
+    return loss_fn(params, x)
+
+
+assert_type(decorated(params, x), jax.Array)
 report = mpjax.profile(jax.jit(loss_fn), params, x, steps=1)
 assert_type(report, mpjax.inspection.ProfileReport)
 
+mpjax.Rules(attention="flash")  # type: ignore[arg-type]  # error: not an implementation
+decorated(params)  # type: ignore[call-arg]  # error: x is missing
 mpjax.value_and_grad(loss_fn, opt_state)(params)  # type: ignore[call-arg]  # error: x is missing
 mpjax.scale_loss(loss_fn, opt_state)("params", x)  # type: ignore[arg-type]  # error: not the params

@@ -184,8 +184,8 @@ class Session:
     def _read_rules(self, filled_lists: dict[str, Any]) -> None:
         from mpjax.casting.policies import setting_of
 
-        level = "half" if self.policy == mpjax.get_policy("O3") else "default"
-        self.rules = _noting(self._matched)(**filled_lists, level=level)
+        all_half = self.policy == mpjax.get_policy("O3")
+        self.rules = _noting(self._matched)(**filled_lists, level="half" if all_half else "default")
         setting = setting_of(self.policy, self.rules)
         self._entries = setting.rules.entries if setting else ()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -50,7 +50,7 @@ def low_bit_state(
     seed: int | jax.Array = 0,
     block_size: int = 256,
     min_size: int = 4096,
-    keep: tuple[str, ...] = (),
+    keep: Sequence[str] = (),
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that its moments are stored in one or two bytes per number.
 
@@ -173,7 +173,7 @@ def _refuse_masters(state: Any) -> None:
             )
 
 
-def _refuse_unused(keep: tuple[str, ...], state: Any) -> None:
+def _refuse_unused(keep: Sequence[str], state: Any) -> None:
     paths = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     for pattern in keep:
         if not any(path_matches(path, pattern) for path in paths):
