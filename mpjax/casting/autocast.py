@@ -160,7 +160,8 @@ def autocast(fun: Any = None, policy: Any = "mixed_float16", *, rules: Rules | N
         checks.check_plan(plan)
         mark = mark_of(program, plan)
         # An outer autocast leaves this plan's decisions alone.
-        with jax.named_scope(MARK + Region.PLANNED) if contexts.planning.value else contextlib.nullcontext():
+        inside = jax.named_scope(MARK + Region.PLANNED) if contexts.planning.value else contextlib.nullcontext()
+        with inside, compat.present_primitives():
             return finish(run_program(program, plan, mark))
 
     vars(wrapped)[_ATTRIBUTE] = Autocast(wrapped, fun, policy, rules)

@@ -112,6 +112,12 @@ def check_plan(plan: Plan) -> None:
             f"autocast: {in_float32.share:.0%} of the FLOPs of matmuls and convolutions stay in float32. {in_float32}. "
             "See mpjax.explain(fun, *args)."
         )
+    if counts.hidden:
+        _warn(
+            f"autocast does not enter {', '.join(sorted(counts.hidden))}: matmuls inside run with the dtypes that they "
+            "were traced with. mpjax.half_function around the call casts its arguments; mpjax.float_function says that "
+            "this is intended."
+        )
     if counts.loops:
         _warn(
             f"autocast keeps the loop at {' and at '.join(sorted(counts.loops))} in float32: values that its matmuls "

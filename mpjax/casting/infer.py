@@ -31,14 +31,14 @@ from mpjax.casting.lattice import (
 from mpjax.casting.plan import NOTHING, Action, MatmulCounts, Plan, Step, is_left_alone
 from mpjax.casting.remat import with_regions
 from mpjax.casting.scaled import Decision, decide
-from mpjax.casting.setting import AS_TRACED, IN_HALF, Region, Setting, tracked
+from mpjax.casting.setting import AS_TRACED, IN_FLOAT32, IN_HALF, Region, Setting, tracked
 from mpjax.casting.uses import RESULT, Use, is_needed, uses
 from mpjax.kernels.tpu import selects
 from mpjax.kernels.weight_gradients import is_pointwise
 from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
 from mpjax.program.derivative_rules import closed_over, closes_over_tracers
-from mpjax.program.graph import is_unknown, paths_of, sub_jaxprs, walk
+from mpjax.program.graph import may_hold_matmuls, paths_of, site_of, sub_jaxprs, walk
 from mpjax.program.primitives import MATMULS, Op, primitive
 from mpjax.program.source import join, module_of, source_line
 
@@ -270,17 +270,18 @@ def _only_half(use: Use) -> bool:
 
 def _counts_of(step: Step) -> MatmulCounts:
     is_matmul = step.eqn.primitive.name in MATMULS and step.action is not Action.SKIP
-    left_alone, hides = is_left_alone(step), _may_hide_matmuls(step)
+    left_alone, hides = is_left_alone(step), not step.listing.region and may_hold_matmuls(step.eqn)
     if not is_matmul and not left_alone and not hides and step.inner is None and step.listing.entry is None:
         return NOTHING
     entries = frozenset(() if step.listing.entry is None else (step.listing.entry,))
     if step.scaled is not None and step.scaled.entry is not None:
         entries |= {step.scaled.entry}
-    counts = MatmulCounts(left=int(hides), entries=entries)
+    left = int(hides)
     if left_alone:
-        counts += MatmulCounts(
-            left=sum(_is_float32_matmul(site.eqn) for j in sub_jaxprs(step.eqn) for site in walk(j.jaxpr))
-        )
+        left = sum(_is_float32_matmul(site.eqn) for j in sub_jaxprs(step.eqn) for site in walk(j.jaxpr))
+    counts = MatmulCounts(left=left, entries=entries)
+    if left and not step.listing.region and not primitive(step.eqn.primitive.name).solve:
+        counts += MatmulCounts(hidden=frozenset({site_of(step.eqn).label}))
     for inner in (*step.plans, *step.rules):
         counts += inner.counts
     loops = counts.loops | {""} if step.listing == UNTIL_TOLERANCE else counts.loops
@@ -300,10 +301,6 @@ def _counts_of(step: Step) -> MatmulCounts:
 
 def _is_float32_matmul(eqn: Any) -> bool:
     return eqn.primitive.name in MATMULS and any(map(tracked, eqn.invars))
-
-
-def _may_hide_matmuls(step: Step) -> bool:
-    return step.listing.op is Op.OPAQUE and not step.listing.region and is_unknown(step.eqn)
 
 
 def _smaller_operands(eqn: Any) -> tuple[int, ...]:
@@ -344,6 +341,7 @@ def _deny(inference: Inference, eqn: Any, listing: Listing) -> Step:
 
 def _opaque(inference: Inference, eqn: Any, listing: Listing) -> Step:
     why = listing.why if listing.region in AS_TRACED else f"{OPAQUE} {listing.why}"
+    why = IN_FLOAT32[Region.FLOAT] if listing.region == Region.FLOAT else why
     return inference.in_float32(eqn, listing, _activation(inference.level(eqn)), why)
 
 

@@ -113,6 +113,7 @@ class MatmulCounts:
         left: Those left in float32, and primitives that may contain some.
         entries: The user's rules that matched.
         loops: The lines of loops that are float32 because they end when a tolerance is met.
+        hidden: Primitives that are not entered and may contain matmuls, each with its line.
     """
 
     cast: int = 0
@@ -120,13 +121,15 @@ class MatmulCounts:
     left: int = 0
     entries: frozenset[Any] = frozenset()
     loops: frozenset[str] = frozenset()
+    hidden: frozenset[str] = frozenset()
 
     def __add__(self, other: MatmulCounts) -> MatmulCounts:
         if other is NOTHING:
             return self
         entries, loops = self.entries | other.entries, self.loops | other.loops
         left = self.left + other.left
-        return MatmulCounts(self.cast + other.cast, self.written + other.written, left, entries, loops)
+        hidden = self.hidden | other.hidden
+        return MatmulCounts(self.cast + other.cast, self.written + other.written, left, entries, loops, hidden)
 
 
 NOTHING = MatmulCounts()

@@ -103,7 +103,9 @@ def rows_of(plan: Plan) -> tuple[Row, ...]:
             continue
         total = merged.setdefault(_row(each), [0, 0])
         total[0] += each.site.times
-        total[1] += each.site.flops or (is_unknown(each.site.eqn) and each.site.times * unknown_flops(each.site.eqn))
+        total[1] += each.site.flops
+        if is_unknown(each.site.eqn):
+            total[1] += each.site.times * (unknown_flops(each.site.eqn) or 0)
     for site, why in _unfused(plan):
         dtypes = (site.eqn.invars[0].aval.dtype.name,)
         row = Row(

@@ -50,6 +50,22 @@ def is_jaxpr(value: Any) -> bool:
     return isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr))
 
 
+# The upcoming implementations of `checkpoint`, `custom_jvp`, `custom_vjp` and `scan`, each a flag, use the primitive
+# `call_hi_primitive`. It hides loops behind mutable references (`scan`), and its rules may not close over values.
+_FLAGS = ("remat3", "custom_jvp3", "custom_vjp3", "scan3")
+_UPCOMING = [getattr(config, name) for name in _FLAGS if hasattr(config, name)]
+
+
+@contextlib.contextmanager
+def present_primitives() -> Iterator[None]:
+    """A context in which code is traced without the upcoming implementations, whatever the user's flags say."""
+    with contextlib.ExitStack() as stack:
+        for flag in _UPCOMING:
+            if flag.value:
+                stack.enter_context(flag(False))
+        yield
+
+
 def trace(fun: Callable[..., Any], *args: Any) -> Any:
     """The closed jaxpr of `fun(*args)`: `jax.make_jaxpr`, without its cache and its cost."""
     leaves, tree = jax.tree.flatten(args)
@@ -59,8 +75,91 @@ def trace(fun: Callable[..., Any], *args: Any) -> Any:
 
     info = lu.DebugInfo("autocast", getattr(fun, "__name__", "a function"), None, None)
     avals = [shaped_abstractify(x) for x in leaves]
-    jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(lu.wrap_init(flat, debug_info=info), avals)
+    with present_primitives():
+        jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(lu.wrap_init(flat, debug_info=info), avals)
     return jex.ClosedJaxpr(jaxpr, consts)
+
+
+def present_call(eqn: Any) -> Callable[..., Any] | None:
+    """The call of a `call_hi_primitive` by the present implementation of the same function; None for any other call.
+
+    Without a flag, JAX uses such a primitive for a `custom_vjp` with `generic_batching`, and for `lax.custom_root`.
+
+    Args:
+        eqn: The equation.
+
+    Returns:
+        A function of its operands, which returns a list of its results.
+    """
+    hi = eqn.params.get("_prim")
+    make = _PRESENT.get(type(hi).__name__) if type(hi).__module__.startswith("jax._src.") else None
+    return make(hi) if make is not None and not hi.effects else None
+
+
+def _present_checkpoint(hi: Any) -> Callable[..., Any]:
+    return jax.checkpoint(jex.jaxpr_as_fun(hi.jaxpr), policy=hi.policy, prevent_cse=hi.prevent_cse)
+
+
+def _expanded(hi: Any) -> Callable[..., Any]:
+    return lambda *arrays: jax.tree.leaves(hi.expand(*jax.tree.unflatten(hi.in_tree, arrays)))
+
+
+def _present_jvp(hi: Any) -> Callable[..., Any]:
+    def jvp(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+        tangents = map(ad.replace_rule_output_symbolic_zeros, tangents)
+        outs, dots = hi.jvp(*(jax.tree.unflatten(hi.in_tree, xs) for xs in (primals, tangents)))
+        dots = jax.tree.leaves(dots, is_leaf=lambda x: isinstance(x, (ad.Zero, SymbolicZero)))
+        return jax.tree.leaves(outs), list(map(ad.instantiate_zeros, dots))
+
+    fun = jax.custom_jvp(_expanded(hi))
+    fun.defjvp(jvp, symbolic_zeros=True)
+    return fun
+
+
+def _present_vjp(hi: Any) -> Callable[..., Any]:
+    count = len(jax.tree.leaves(hi.in_avals[:2]))  # values closed over, which have no cotangents
+
+    def fwd(*arrays: Any) -> tuple[list[Any], Any]:
+        values = [x.value if hi.symbolic_zeros else x for x in arrays]
+        perturbed = [x.perturbed if hi.symbolic_zeros else True for x in arrays]
+        outs, residuals = hi.fwd(jax.tree.unflatten(hi.in_tree, perturbed), *jax.tree.unflatten(hi.in_tree, values))
+        return jax.tree.leaves(outs), residuals
+
+    def bwd(residuals: Any, cotangents: Any) -> tuple[Any, Any]:
+        found, logs = hi.bwd(residuals, jax.tree.unflatten(hi.out_tree, cotangents))
+        found = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, (ad.Zero, SymbolicZero)))
+        return (*[None] * count, *(None if isinstance(x, ad.Zero) else x for x in found)), logs
+
+    return custom_vjp(_expanded(hi), fwd, bwd, symbolic_zeros=hi.symbolic_zeros)
+
+
+_PRESENT = {
+    "RematTraced": _present_checkpoint,
+    "CustomJVPTraced": _present_jvp,
+    "CustomVJPTraced": _present_vjp,
+    "CustomRoot": _present_jvp,
+    "OptRemat": _expanded,  # of a gradient: it has no derivative of its own
+}
+
+
+def name_of(eqn: Any) -> str:
+    """The name of an equation's primitive; of a `call_hi_primitive`, that of the class that defines it."""
+    return type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else str(eqn.primitive.name)
+
+
+def equation_of(call: Callable[..., Any], eqn: Any) -> Any:
+    """An equation with the primitive of a call in place of its own: that of the call's equation, or a `jit` of it."""
+    avals = [v.aval for v in eqn.invars]
+    opened = open_jaxpr(trace(call, *avals))
+    if len(opened.jaxpr.eqns) != 1 or opened.jaxpr.eqns[0].invars != opened.jaxpr.invars:
+        opened = open_jaxpr(trace(jax.jit(call), *avals))
+    (new,) = opened.jaxpr.eqns
+    return eqn.replace(primitive=new.primitive, params=new.params, effects=new.effects)
+
+
+def closed_like(jaxpr: Any, new: Any) -> Any:
+    """The closed jaxpr of another open one, with the constants of the first."""
+    return jex.ClosedJaxpr(new, open_jaxpr(jaxpr).consts)
 
 
 def variable_of(tracer: Any) -> Any:
@@ -207,7 +306,8 @@ def jvp_jaxpr(params: dict[str, Any], zeros: Sequence[bool]) -> tuple[Any, Seque
 
     Returns the jaxpr with open constvars, their values, and which output tangents are zero.
     """
-    return params["jvp_jaxpr_fun"].call_wrapped(*zeros)
+    with present_primitives():
+        return params["jvp_jaxpr_fun"].call_wrapped(*zeros)
 
 
 class ForwardRule(NamedTuple):
@@ -228,7 +328,7 @@ class ForwardRule(NamedTuple):
 
 def fwd_rule(params: dict[str, Any], perturbed: Sequence[bool]) -> ForwardRule:
     """Traces the user's custom_vjp forward rule. A rule with symbolic zeros may raise for some operands."""
-    with _undisturbed(params["fwd_jaxpr_thunk"]) as stores:
+    with _undisturbed(params["fwd_jaxpr_thunk"]) as stores, present_primitives():
         jaxpr, consts = params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
         _, _, forwards = params["out_trees"]()
         return ForwardRule(jaxpr, consts, forwards, [_stored(store) for store in stores])
@@ -536,7 +636,7 @@ def checkpoint(fun: Callable[..., Any], args: Sequence[Any], prevent_cse: Any, p
     if under_jet():
         return fun(*args)
     _correct_checkify()
-    with _REMAT3(False) if _REMAT3 is not None else contextlib.nullcontext():
+    with present_primitives():
         return jax.checkpoint(fun, prevent_cse=prevent_cse, policy=policy)(*args)
 
 
@@ -554,10 +654,6 @@ def _correct_checkify() -> None:
         return rule(*args, prevent_cse=prevent_cse, **params)
 
     checkify.error_checks[ad_checkpoint.remat_p] = with_flags
-
-
-# Under `jax_remat3`, JAX's upcoming implementation, operations that a JVP rule recomputes can't be transposed.
-_REMAT3 = getattr(config, "remat3", None)
 
 
 def set_linearization(primitive: Any, rule: Callable[..., Any]) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax.program import compat, contexts
+from mpjax.program.hi_primitives import present, present_open
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +213,7 @@ def jvp_rule(params: dict[str, Any], zeros: Sequence[bool]) -> JvpRule:
     """
     with contexts.planning(contexts.planning.value or "a rule"):
         jaxpr, consts, out_zeros = compat.jvp_jaxpr(params, zeros)
-    return JvpRule(jaxpr, consts, tuple(not zero for zero in zeros), tuple(out_zeros))
+    return JvpRule(present_open(jaxpr), consts, tuple(not zero for zero in zeros), tuple(out_zeros))
 
 
 def vjp_rule(params: dict[str, Any], ins: Sequence[Any], perturbed: Sequence[bool]) -> VjpRule:
@@ -225,6 +226,7 @@ def vjp_rule(params: dict[str, Any], ins: Sequence[Any], perturbed: Sequence[boo
     """
     with contexts.planning(contexts.planning.value or "a rule"):
         jaxpr, consts, forwards, trees = compat.fwd_rule(params, perturbed)
+    jaxpr = present_open(jaxpr)
     computed = iter(jaxpr.outvars)
     residuals = []
     for operand in forwards:
@@ -260,7 +262,7 @@ def backward_rule(params: dict[str, Any], rule: VjpRule, cotangents: Sequence[An
         return [*(ct for ct in cts if not (ct is None or type(ct) is SymbolicZero)), *leaves]
 
     with contexts.planning(contexts.planning.value or "a rule"):
-        jaxpr = compat.trace(fun, *(compat.example(x) for x in operands if _is_abstract(x)))
+        jaxpr = present(compat.trace(fun, *(compat.example(x) for x in operands if _is_abstract(x))))
     return BackwardRule(jaxpr, tuple(zeros), logs[0])
 
 

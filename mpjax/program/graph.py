@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from mpjax.program import compat
 from mpjax.program.evaluator import evaluate
 from mpjax.program.primitives import TABLE, Op, matmul_flops, primitive
@@ -97,7 +99,7 @@ class Site:
     @property
     def label(self) -> str:
         """The primitive and its source line, as `exp at file.py:12`."""
-        return f"{self.name} at {self.source or 'an unknown line'}"
+        return f"{compat.name_of(self.eqn)} at {self.source or 'an unknown line'}"
 
     @property
     def flops(self) -> int:
@@ -208,12 +210,13 @@ def sub_jaxprs(eqn: Any) -> Sequence[SubJaxpr]:
 
 
 def passes_of(jaxpr: Any) -> frozenset[str]:
-    """The passes of a closed jaxpr's equations, and `SCALED` if one belongs to a loss scale."""
+    """The passes of a closed jaxpr's matmuls, and `SCALED` if one of its equations belongs to a loss scale."""
     found: set[str] = set()
     for eqn in compat.open_jaxpr(jaxpr).jaxpr.eqns:
-        module = scopes(eqn)
-        found |= {phase_of(module), SCALED} if SCALED in module else {phase_of(module)}
-        for inner in sub_jaxprs(eqn):
+        module, row = scopes(eqn), primitive(eqn.primitive.name)
+        found |= {SCALED} if SCALED in module else set()
+        found |= {phase_of(module)} if row.op is Op.ALLOW else set()
+        for inner in sub_jaxprs(eqn) if row.op is Op.ENTER else ():
             found |= passes_of(inner.jaxpr)
     return frozenset(found)
 
@@ -242,11 +245,25 @@ def is_unknown(eqn: Any) -> bool:
     return eqn.primitive.name not in TABLE and bool(eqn.outvars) and not sub_jaxprs(eqn)
 
 
+def may_hold_matmuls(eqn: Any) -> bool:
+    """Whether the work of an equation is hidden, and may contain matmuls of float32 matrices.
+
+    Not counted is Python code that runs on the host.
+    """
+    if not hidden(eqn) or primitive(eqn.primitive.name).host or not any(map(_is_matrix, eqn.invars)):
+        return False
+    return any(compat.is_inexact(v.aval) for v in eqn.outvars) and not (is_unknown(eqn) and unknown_flops(eqn) == 0)
+
+
+def _is_matrix(v: Any) -> bool:
+    return compat.is_shaped(v.aval) and v.aval.dtype == np.float32 and v.aval.ndim > 1
+
+
 _SPARSE = ("bcoo_dot_general", "bcsr_dot_general")
 
 
-def unknown_flops(eqn: Any) -> int:
-    """FLOPs of the matmuls inside a primitive that mpjax does not know; 0 if JAX can't trace its implementation."""
+def unknown_flops(eqn: Any) -> int | None:
+    """FLOPs of the matmuls inside a primitive that mpjax does not know; None if JAX can't trace its implementation."""
     params = eqn.params
     if eqn.primitive.name in _SPARSE:
         (_, contracted), (_, batch) = params["dimension_numbers"]
@@ -263,7 +280,7 @@ def unknown_flops(eqn: Any) -> int:
     try:
         implemented = compat.trace(implementation, *(v.aval for v in eqn.invars if not isinstance(v, compat.Literal)))
     except Exception:  # An implementation may be any code, or be missing.
-        return 0
+        return None
     return sum(site.flops for site in walk(implemented))
 
 

@@ -65,6 +65,8 @@ class Primitive(NamedTuple):
         call: Runs its one sub-jaxpr once, on its operands.
         loop: Runs its sub-jaxpr repeatedly.
         foreign: Runs code that is not visible to JAX.
+        host: Runs Python code on the host.
+        solve: Solves linear systems, which need float32.
         kernel: XLA launches a kernel for it; other operations are fused into their consumers.
         accumulates: A sum passed through it is still that sum, possibly with another term added.
         replicates: Copies a value of one device to others, so its derivative is a sum over devices.
@@ -95,6 +97,8 @@ class Primitive(NamedTuple):
     call: bool = False
     loop: bool = False
     foreign: bool = False
+    host: bool = False
+    solve: bool = False
     kernel: bool = False
     accumulates: bool = False
     replicates: bool = False

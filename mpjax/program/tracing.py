@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from mpjax.program import compat, contexts, derivative_rules, objects
+from mpjax.program.hi_primitives import present
 from mpjax.program.scopes import named_modules
 from mpjax.program.source import traceback_line
 
@@ -60,7 +61,7 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
 
     try:
         with contexts.planning(half.name) if half is not None else contextlib.nullcontext():
-            jaxpr = compat.trace(flat, *arrays)
+            jaxpr = present(compat.trace(flat, *arrays))
     except jax.errors.ConcretizationTypeError as error:
         if any(isinstance(array, jax.core.Tracer) for array in arrays):
             raise  # Without autocast, the function would fail here too.
