@@ -8,6 +8,7 @@ if _typing.TYPE_CHECKING:
     from mpjax import inspection as inspection
     from mpjax.casting import AutocastWarning as AutocastWarning
     from mpjax.casting import Float8 as Float8
+    from mpjax.casting import NonlinearRuleWarning as NonlinearRuleWarning
     from mpjax.casting import Rules as Rules
     from mpjax.casting import UnscaledGradientWarning as UnscaledGradientWarning
     from mpjax.casting import UnusedRuleWarning as UnusedRuleWarning
@@ -63,8 +64,8 @@ else:
 
     _MODULES = {
         "casting": """
-            AutocastWarning Float8 Rules UnscaledGradientWarning UnusedRuleWarning autocast autocast_disabled
-            float_function half_function promote_function""",
+            AutocastWarning Float8 NonlinearRuleWarning Rules UnscaledGradientWarning UnusedRuleWarning
+            autocast autocast_disabled float_function half_function promote_function""",
         "loss_scale": """
             LossScaleError LossScaleState LossScaleWarning apply_gradients check_progress
             dynamic_loss_scale grad keep_if_finite loss_scale_for restore_if_skipped scale_loss

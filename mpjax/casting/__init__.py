@@ -10,3 +10,4 @@ from mpjax.casting.rules import Rules as Rules
 from mpjax.casting.rules import UnusedRuleWarning as UnusedRuleWarning
 from mpjax.casting.scaled import Float8 as Float8
 from mpjax.kernels.unscaled import UnscaledGradientWarning as UnscaledGradientWarning
+from mpjax.program.linearity import NonlinearRuleWarning as NonlinearRuleWarning

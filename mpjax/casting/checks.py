@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -94,6 +94,7 @@ def check_device(setting: Setting) -> None:
 def check_plan(plan: Plan) -> None:
     """Warns about a program with little to cast, matmuls that are half already, and rules that match nothing."""
     counts, setting = plan.counts, plan.setting
+    hidden = _hidden(counts.hidden)
     in_float32 = _InFloat32.of(rows_of(plan)) if counts.left else _InFloat32()
     if not counts.cast and counts.written:
         _warn(
@@ -104,20 +105,16 @@ def check_plan(plan: Plan) -> None:
     elif not counts.cast and not counts.loops:
         left = f" Left in float32: {in_float32}." if in_float32.causes else ""
         _warn(
-            f"autocast found no matmul or convolution of float32 arrays to run in {setting.half}.{left} "
+            f"autocast found no matmul or convolution of float32 arrays to run in {setting.half}.{left}{hidden} "
             "See mpjax.explain(fun, *args)."
         )
     elif in_float32.share > _MUCH and not counts.loops:
         _warn(
-            f"autocast: {in_float32.share:.0%} of the FLOPs of matmuls and convolutions stay in float32. {in_float32}. "
-            "See mpjax.explain(fun, *args)."
+            f"autocast: {in_float32.share:.0%} of the FLOPs of matmuls and convolutions stay in float32. "
+            f"{in_float32}.{hidden} See mpjax.explain(fun, *args)."
         )
-    if counts.hidden:
-        _warn(
-            f"autocast does not enter {', '.join(sorted(counts.hidden))}: matmuls inside run with the dtypes that they "
-            "were traced with. mpjax.half_function around the call casts its arguments; mpjax.float_function says that "
-            "this is intended."
-        )
+    elif hidden:
+        _warn(f"autocast:{hidden}")
     if counts.loops:
         _warn(
             f"autocast keeps the loop at {' and at '.join(sorted(counts.loops))} in float32: values that its matmuls "
@@ -139,6 +136,16 @@ def check_plan(plan: Plan) -> None:
                 "mpjax.explain(fun, *args) lists primitives and module paths.",
                 UnusedRuleWarning,
             )
+
+
+def _hidden(places: Iterable[str]) -> str:
+    """The sentences about primitives that are not entered and may hold matmuls, after a space."""
+    if not places:
+        return ""
+    return (
+        f" Not entered: {', '.join(sorted(places))}; matmuls inside run with the dtypes that they were traced with. "
+        "mpjax.half_function around the call casts its arguments; mpjax.float_function says that this is intended."
+    )
 
 
 _MUCH = 0.2  # of the FLOPs of a program's matmuls

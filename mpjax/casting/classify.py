@@ -13,7 +13,7 @@ from mpjax.casting.tolerance import ends_at_tolerance
 from mpjax.program import compat
 from mpjax.program.graph import paths_of
 from mpjax.program.primitives import Op, primitive
-from mpjax.program.source import MARK, SCALED, join, module_of, scopes
+from mpjax.program.source import MARK, SCALED, TRUE, join, module_of, scopes
 
 # Small whole powers are products of the input with itself and need no more range than `mul`.
 _HARMLESS_POWERS = frozenset({2, 3})
@@ -34,7 +34,7 @@ class Listing(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _region(scopes: str) -> Region:
     parts = scopes.replace("(", "/").replace(")", "/").split("/")
-    marks = [part for part in parts if part.startswith(MARK) and part != SCALED]
+    marks = [part for part in parts if part.startswith(MARK) and part not in (SCALED, TRUE)]
     return Region(marks[-1][len(MARK) :]) if marks else Region.NONE
 
 

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mpjax.casting.streams import residual_additions
 from mpjax.program import compat
 from mpjax.program.graph import SubJaxpr, sub_jaxprs
 from mpjax.program.primitives import MATMULS, Op, primitive
@@ -166,5 +165,3 @@ def is_one_map(body: SubJaxpr) -> bool:
     end = body.consts + body.carry
     multiplied = {i for i, others in flows(body.jaxpr).products if any(body.consts <= j < end for j in others)}
     return any(i < body.consts for i in multiplied) and not any(i >= end for i in multiplied)
-
-

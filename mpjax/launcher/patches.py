@@ -163,7 +163,7 @@ def _checked_rules(original: Any) -> Any:
         def checked(*args: Any) -> Any:
             scale = enclosing_scale()
             if scale is not None and scale.value is not None and not scale.rule:
-                from mpjax.launcher.calls import check_rule
+                from mpjax.program.linearity import check_rule
 
                 scale.rule = "" if check_rule(as_part(bwd), args) else programs.name_of(bwd)
             return as_part(bwd)(*args)

@@ -23,6 +23,7 @@ from mpjax.loss_scale.cotangents import (
     enter,
     is_differentiable,
     is_overwritten,
+    leave,
     level,
     levels,
     no_level,
@@ -31,7 +32,7 @@ from mpjax.loss_scale.cotangents import (
 from mpjax.loss_scale.state import loss_scale_of
 from mpjax.loss_scale.usage import note_gradient, note_rule_outside, warn_of_rules_outside
 from mpjax.policy import is_half
-from mpjax.program import compat
+from mpjax.program import compat, contexts
 from mpjax.program.source import SCALED
 
 P = ParamSpec("P")
@@ -89,7 +90,7 @@ def scale_loss(fun: Callable[P, T], opt_state: Any, has_aux: bool = False) -> Ca
         call, inverse = Call(run, args, kwargs), 1.0 / scale
 
         def results(mark: jax.Array, *arrays: Any) -> list[Any]:
-            with level(scale, mark):
+            with level(scale, mark, contexts.scaled_losses.value):
                 return call.results(*arrays)
 
         inside, hoisted = closed("scale_loss", results, [np.float32(0), *call.arrays])
@@ -101,7 +102,9 @@ def scale_loss(fun: Callable[P, T], opt_state: Any, has_aux: bool = False) -> Ca
             entered, mark = enter([arrays[i] for i in where], inverse, tuple(names[i] for i in where))
         for i, x in zip(where, entered, strict=True):
             arrays[i] = x
-        return call.finish(_crossed(inside([mark, *arrays]), scale, inverse, mark))
+        with level(scale, mark, contexts.scaled_losses.value):  # for derivative rules, which run now
+            outs = inside([mark, *arrays])
+        return call.finish(_crossed(outs, scale, inverse, mark))
 
     return scaled
 
@@ -146,7 +149,7 @@ def true_cotangents(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
         >>> float(mpjax.grad(f, opt_state)(1.0 + jnp.zeros(())))
         0.5
     """
-    one_scale("true_cotangents", opt_state)  # reports a state without a scale
+    of_rules = one_scale("true_cotangents", opt_state)
 
     @functools.wraps(fun)
     def in_float32(*args: Any, **kwargs: Any) -> Any:
@@ -157,7 +160,7 @@ def true_cotangents(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
         if compat.is_tracing():
             with no_level():
                 inside, hoisted = closed("true_cotangents", call.results, wide)
-            entered, scaled = [*wide, *_widened(hoisted)], levels()
+            entered, scaled = [*wide, *_widened(hoisted)], levels(of_rules)
             if scaled is None:
                 entered = list(_outside(entered))
             for scale, mark in scaled or ():
@@ -187,9 +190,10 @@ def _outside_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     return primals[0], tangents[0]
 
 
-def _crossed(arrays: Sequence[Any], factor: jax.Array, inverse: jax.Array, mark: jax.Array) -> list[Any]:
-    """`cross` of the differentiable arrays."""
-    crossed = iter(cross([x for x in arrays if is_differentiable(x)], factor, inverse, mark))
+def _crossed(arrays: Sequence[Any], factor: jax.Array, inverse: jax.Array, mark: Any) -> list[Any]:
+    """`cross` of the differentiable arrays; without a mark, in every derivative."""
+    inexact = [x for x in arrays if is_differentiable(x)]
+    crossed = iter(leave(inexact, factor) if mark is None else cross(inexact, factor, inverse, mark))
     return [next(crossed) if is_differentiable(x) else x for x in arrays]
 
 

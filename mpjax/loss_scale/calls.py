@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from mpjax.loss_scale.cotangents import is_differentiable
+from mpjax.loss_scale.cotangents import in_rules, is_differentiable, no_level
 from mpjax.policy import is_half, path_string
 from mpjax.program import compat
 from mpjax.program.evaluator import bind_in_context, evaluate
+from mpjax.program.graph import replaced
+from mpjax.program.linearity import check_scaled_rule
 from mpjax.program.objects import functional, is_nnx_object
+from mpjax.program.source import TRUE, scopes
 from mpjax.program.tracing import intercepted
 
 _ARRAY = object()  # in place of an array in a result
@@ -53,6 +57,48 @@ class Call:
         return self._finish(jax.tree.unflatten(self._out_tree, results))
 
 
+# The jaxprs of scaled losses and of `true_cotangents`, each with its replacement: derivative rules in it know whether
+# their cotangents are scaled.
+_rules_of: dict[str, weakref.WeakKeyDictionary[Any, Any]] = {
+    name: weakref.WeakKeyDictionary() for name in ("scale_loss", "true_cotangents")
+}
+
+
+def _with_scaled_rule(eqn: Any) -> Any:
+    if "bwd" not in eqn.params or TRUE in scopes(eqn):
+        return eqn
+    count = len(eqn.outvars)
+
+    def run(rule: Callable[..., Any], *args: Any) -> Any:
+        with in_rules():
+            _check(rule, args, count, eqn)
+            return rule(*args)
+
+    return compat.with_backward_rule(eqn, run)
+
+
+def _with_true_rule(eqn: Any) -> Any:
+    if "bwd" not in eqn.params:
+        return eqn
+
+    def run(rule: Callable[..., Any], *args: Any) -> Any:
+        with no_level():
+            return rule(*args)
+
+    return compat.in_scope(compat.with_backward_rule(eqn, run), TRUE)
+
+
+def _check(rule: Callable[..., Any], args: Sequence[Any], count: int, eqn: Any) -> None:
+    """Warns if a backward rule is not linear in its cotangents, the last `count` of its arguments."""
+    if not all(isinstance(x, jax.Array) for x in args):
+        return
+    try:
+        program = compat.trace(lambda *args: [x for x in jax.tree.leaves(rule(*args)) if is_differentiable(x)], *args)
+    except Exception:  # The rule raises it when JAX calls it.
+        return
+    check_scaled_rule(eqn, program, len(args) - count, len(compat.open_jaxpr(program).jaxpr.outvars))
+
+
 def closed(
     caller: str, fun: Callable[..., Any], arrays: Sequence[Any]
 ) -> tuple[Callable[[Sequence[Any]], list[Any]], list[Any]]:
@@ -83,6 +129,8 @@ def closed(
 
     try:
         program = compat.open_jaxpr(compat.trace(traced, *arrays))
+        with_rule = _with_scaled_rule if caller == "scale_loss" else _with_true_rule
+        program = program._replace(jaxpr=replaced(program.jaxpr, with_rule, _rules_of[caller]))
     except Exception as error:
         _explain(caller, error)
         raise

@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 
 from mpjax.loss_scale.trees import along_leading_axes
 from mpjax.policy import HALF_DTYPES, path_string
-from mpjax.program import contexts
+from mpjax.program import compat, contexts
 from mpjax.program.source import SCALED
 
 T = TypeVar("T")
@@ -154,6 +154,20 @@ def _enter_jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> tuple[Any
 enter.defjvp(_enter_jvp, symbolic_zeros=True)
 
 
+@jax.custom_jvp
+def leave(xs: Sequence[jax.Array], factor: jax.Array) -> Sequence[jax.Array]:
+    """The identity, which multiplies the cotangents of `xs` by `factor` in every derivative."""
+    return list(xs)
+
+
+def _leave_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    xs, factor = primals
+    return list(xs), _scaled(tangents[0], factor, [""] * len(xs))
+
+
+leave.defjvp(_leave_jvp, symbolic_zeros=True)
+
+
 def _scaled(tangents: Sequence[Any], factor: jax.Array, names: Sequence[str]) -> list[Any]:
     return [
         t if isinstance(t, SymbolicZero) else _scale_transpose_p.bind(t, factor, path=name)
@@ -246,14 +260,19 @@ class Level:
 
 
 @contextlib.contextmanager
-def level(scale: jax.Array, mark: jax.Array) -> Iterator[None]:
-    """A context for the code of a scaled loss."""
+def level(scale: jax.Array, mark: jax.Array, around: Any) -> Iterator[None]:
+    """A context for the code of a scaled loss, given the context around it."""
     new = Level(scale, mark)
     try:
-        with contexts.scaled_losses((*(contexts.scaled_losses.value or ()), new)):
+        with contexts.scaled_losses((*(around if isinstance(around, tuple) else ()), new)):
             yield
     finally:
         new.end()
+
+
+def in_rules() -> Any:
+    """A context for the backward pass of a scaled loss, in which only the code of backward rules runs."""
+    return contexts.scaled_losses(contexts.IN_RULE)
 
 
 def no_level() -> Any:
@@ -261,7 +280,18 @@ def no_level() -> Any:
     return contexts.scaled_losses(())
 
 
-def levels() -> list[tuple[jax.Array, jax.Array]] | None:
-    """The scale and the mark of each scaled derivative; None outside of scaled losses."""
+def levels(scale: jax.Array) -> list[tuple[jax.Array, Any]] | None:
+    """The scale and the mark of each scaled derivative; None outside of scaled losses.
+
+    The derivatives that a custom_vjp's rules take receive its cotangents, all scaled by `scale`: of a layer that the
+    backward rule computes again, or that the forward rule differentiates for it. They have no mark. Nothing
+    differentiates the function of the custom_vjp itself.
+    """
     scales = contexts.scaled_losses.value
-    return None if scales is None else [level.read() for level in scales]
+    if scales == contexts.IN_RULE:
+        return [(scale, None)]
+    if not scales:
+        return None if scales is None else []
+    found = [level.read() for level in scales]
+    part = compat.part_of_custom_vjp(found[-1][1])
+    return found if not part else [(scale, None)] if part == "fwd" else []

@@ -14,10 +14,19 @@ import numpy as np
 
 from mpjax.loss_scale.applying import merge, trainable
 from mpjax.loss_scale.boundary import checked_aux, one_scale
-from mpjax.loss_scale.cotangents import is_differentiable, is_overwritten, level, multiply, unscale_by
+from mpjax.loss_scale.cotangents import (
+    in_rules,
+    is_differentiable,
+    is_overwritten,
+    level,
+    multiply,
+    no_level,
+    unscale_by,
+)
 from mpjax.loss_scale.trees import same_structure
 from mpjax.loss_scale.usage import note_gradient
 from mpjax.policy import is_half, path_string
+from mpjax.program import contexts
 from mpjax.program.objects import contains_nnx_object, functional, with_values
 
 if TYPE_CHECKING:
@@ -122,7 +131,7 @@ def value_and_grad(
             call, inputs, keywords, completed = functional(run, own, kwargs)
             for i in variables:
                 inputs = with_values(inputs, variables[i], parts[i], (tuple(own), kwargs))
-            with contextlib.nullcontext() if scale is None else level(scale, mark):
+            with contextlib.nullcontext() if scale is None else level(scale, mark, around):
                 out = call(*inputs, **keywords)
             finish.append(completed)
             loss = jax.tree.leaves(out)[0]
@@ -131,16 +140,19 @@ def value_and_grad(
             return loss, out  # `out` holds the true loss
 
         finish: list[Callable[[Any], Any]] = []
+        around = contexts.scaled_losses.value
         scale = None if opt_state is None else one_scale("value_and_grad", opt_state)
         wide = {i: _wide(given[i]) for i in chosen}
         mark = np.zeros((), np.float32)
-        (_, out), (grads, _) = jax.value_and_grad(loss_at, has_aux=True)((wide, mark), scale)
+        with contextlib.nullcontext() if scale is None else in_rules():
+            (_, out), (grads, _) = jax.value_and_grad(loss_at, has_aux=True)((wide, mark), scale)
         if scale is not None:
             grads = unscale_by(grads, scale)
             float8 = jax.tree_util.tree_map_with_path(_is_float8, wide)
             if any(jax.tree.leaves(float8)):
                 # A scaled cotangent does not fit in float8, whose largest number is 448.
-                (unscaled, _), _ = jax.grad(loss_at, has_aux=True)((wide, mark), None)
+                with no_level():
+                    (unscaled, _), _ = jax.grad(loss_at, has_aux=True)((wide, mark), None)
                 grads = jax.tree.map(lambda is_float8, g, u: u if is_float8 else g, float8, grads, unscaled)
         out = finish[0](out)
         if not has_aux and not same_structure(out, 0.0):

@@ -157,6 +157,16 @@ def equation_of(call: Callable[..., Any], eqn: Any) -> Any:
     return eqn.replace(primitive=new.primitive, params=new.params, effects=new.effects)
 
 
+def with_backward_rule(eqn: Any, around: Callable[..., Any]) -> Any:
+    """A `custom_vjp` equation whose backward rule runs as `around(rule, *residuals, *cotangents)`."""
+    rule = eqn.params["bwd"]
+
+    def run(*args: Any) -> Any:
+        return around(rule.call_wrapped, *args)
+
+    return eqn.replace(params={**eqn.params, "bwd": lu.wrap_init(run, debug_info=rule.debug_info)})
+
+
 def closed_like(jaxpr: Any, new: Any) -> Any:
     """The closed jaxpr of another open one, with the constants of the first."""
     return jex.ClosedJaxpr(new, open_jaxpr(jaxpr).consts)
@@ -442,6 +452,12 @@ class EquationContext:
         self._source.__exit__(*exception)
 
 
+def in_scope(eqn: Any, name: str) -> Any:
+    """An equation in one more named scope."""
+    info = eqn.source_info
+    return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(name)))
+
+
 def in_scopes_of(eqn: Any, around: Any) -> Any:
     """An equation of a call's sub-jaxpr, with the named scopes of the call too."""
     info = eqn.source_info
@@ -614,16 +630,30 @@ def is_differentiating() -> bool:
     return any(type(trace).__name__ in ("JVPTrace", "LinearizeTrace") for trace in _traces())
 
 
+def part_of_custom_vjp(outer: Any) -> str:
+    """`"fun"` in a function with a custom_vjp rule, `"fwd"` in its forward rule, else an empty string.
+
+    Args:
+        outer: A tracer of the code around such a function. JAX runs an eager forward rule below its trace.
+    """
+    traces = list(_traces())
+    names = [getattr(getattr(getattr(t, "frame", None), "debug_info", None), "traced_for", "") or "" for t in traces]
+    part = next((name.removeprefix("custom_vjp ") for name in names if name.startswith("custom_vjp ")), "")
+    is_below = outer._trace not in traces and any(t in traces for t in _traces(outer._trace))
+    return part or ("fwd" if is_below else "")
+
+
 def in_eager_shard_map() -> bool:
     """Whether a `shard_map` around runs its operations one by one, because it is not in `jax.jit`."""
     return any(isinstance(trace, ShardMapTrace) for trace in _traces())
 
 
-def _traces() -> Iterator[Any]:
-    trace = trace_ctx.trace
+def _traces(trace: Any = None) -> Iterator[Any]:
+    """A trace, by default the current one, and those below it."""
+    trace = trace_ctx.trace if trace is None else trace
     while trace is not None:
         yield trace
-        trace = getattr(trace, "parent_trace", getattr(trace, "below", None))
+        trace = getattr(trace, "below", None) or getattr(trace, "parent_trace", None)
 
 
 def under_jet() -> bool:

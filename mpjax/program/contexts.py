@@ -16,7 +16,9 @@ autocast_disabled: Any = jax.make_user_context(False)
 planning: Any = jax.make_user_context("")
 # The way of attention that an audit tries.
 attention_trial: Any = jax.make_user_context(None)
-# The scaled losses around the code; None outside of them, empty where cotangents are true already.
+# The scaled losses around the code; None outside of them, empty where cotangents are true already. `IN_RULE` in the
+# backward rules of a scaled loss, which receive scaled cotangents.
+IN_RULE = "rule"
 scaled_losses: Any = jax.make_user_context(None)
 # How the running layer of a model with a policy reads its parameters; None if as they are.
 layer_reading: Any = jax.make_user_context(None)

@@ -261,7 +261,8 @@ def backward_rule(params: dict[str, Any], rule: VjpRule, cotangents: Sequence[An
         zeros.extend(ct is None or type(ct) is SymbolicZero for ct in cts)
         return [*(ct for ct in cts if not (ct is None or type(ct) is SymbolicZero)), *leaves]
 
-    with contexts.planning(contexts.planning.value or "a rule"):
+    in_rule = contexts.scaled_losses(contexts.scaled_losses.value and contexts.IN_RULE)
+    with in_rule, contexts.planning(contexts.planning.value or "a rule"):
         jaxpr = present(compat.trace(fun, *(compat.example(x) for x in operands if _is_abstract(x))))
     return BackwardRule(jaxpr, tuple(zeros), logs[0])
 

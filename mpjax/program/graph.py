@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -207,6 +207,28 @@ def sub_jaxprs(eqn: Any) -> Sequence[SubJaxpr]:
     if row.call or name == "shard_map":
         return [SubJaxpr(jaxpr, every, count) for jaxpr in inner[:1]]
     return [_padded(jaxpr, ()) for jaxpr in inner]
+
+
+def replaced(jaxpr: Any, equation: Callable[[Any], Any], known: MutableMapping[Any, Any]) -> Any:
+    """An open jaxpr with other equations at any depth; the same one if they are all the same.
+
+    Args:
+        jaxpr: The open jaxpr.
+        equation: Returns the equation in place of a given one.
+        known: The jaxprs that were replaced before, each with its replacement: one that is shared stays shared.
+    """
+    if jaxpr not in known:
+        eqns = [_with_sub_jaxprs_replaced(equation(eqn), equation, known) for eqn in jaxpr.eqns]
+        same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+        known[jaxpr] = None if same else jaxpr.replace(eqns=eqns)
+    return jaxpr if known[jaxpr] is None else known[jaxpr]
+
+
+def _with_sub_jaxprs_replaced(eqn: Any, equation: Callable[[Any], Any], known: MutableMapping[Any, Any]) -> Any:
+    for inner in sub_jaxprs(eqn):
+        new = replaced(inner.opened, equation, known)
+        eqn = eqn if new is inner.opened else compat.with_sub_jaxpr(eqn, inner.opened, new)
+    return eqn
 
 
 def passes_of(jaxpr: Any) -> frozenset[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpjax.program import compat
-from mpjax.program.graph import sub_jaxprs
+from mpjax.program.graph import replaced
 
 
 def present(jaxpr: Any) -> Any:
@@ -22,29 +22,9 @@ def present(jaxpr: Any) -> Any:
 
 def present_open(jaxpr: Any) -> Any:
     """The same of an open jaxpr."""
-    return _Replaced().open(jaxpr)
+    return replaced(jaxpr, _present, {})
 
 
-class _Replaced:
-    """Sub-jaxprs that are shared stay shared."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, Any]] = {}
-
-    def open(self, jaxpr: Any) -> Any:
-        """An open jaxpr without such equations; the same one if it has none."""
-        if id(jaxpr) not in self._known:
-            eqns = [self._equation(eqn) for eqn in jaxpr.eqns]
-            same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
-            self._known[id(jaxpr)] = jaxpr, jaxpr if same else jaxpr.replace(eqns=eqns)
-        return self._known[id(jaxpr)][1]
-
-    def _equation(self, eqn: Any) -> Any:
-        call = compat.present_call(eqn) if eqn.primitive.name == "call_hi_primitive" else None
-        if call is not None:
-            eqn = compat.equation_of(call, eqn)
-        for inner in sub_jaxprs(eqn):
-            old = compat.open_jaxpr(inner.jaxpr).jaxpr
-            if (new := self.open(old)) is not old:
-                eqn = compat.with_sub_jaxpr(eqn, old, new)
-        return eqn
+def _present(eqn: Any) -> Any:
+    call = compat.present_call(eqn) if eqn.primitive.name == "call_hi_primitive" else None
+    return eqn if call is None else compat.equation_of(call, eqn)

@@ -19,6 +19,7 @@ from mpjax.program import compat
 # through `jit`, `grad` and `vmap`.
 MARK = "mpjax."
 SCALED = MARK + "scaled"  # around the products with the loss scale
+TRUE = MARK + "true"  # around functions with derivative rules that receive true cotangents in a scaled loss
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
 _REMATTED = "rematted_computation"  # JAX's scope around the operations that a remat recomputes
 _TRANSFORM = re.compile(r"\b\w+\(")
@@ -110,12 +111,13 @@ def user_stacklevel() -> int:
     """The `stacklevel` with which its caller warns about the user's line: outside of mpjax, JAX and layer libraries."""
     frame: types.FrameType | None = sys._getframe(1)
     level = 1
-    while frame is not None and _is_library(frame.f_code.co_filename):
+    while frame is not None and is_library(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     return level if frame is not None else 2
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Whether a file belongs to mpjax, JAX, a layer library or optax."""
     return file.startswith((_PACKAGE, _JAX)) or any(layer in file for layer in (*_LAYERS, *_OPTIMIZERS))
 
 

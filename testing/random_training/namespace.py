@@ -115,6 +115,13 @@ def clip(x: Any) -> Any:
 clip.defvjp(lambda x: (x, None), lambda _, cotangent: (jnp.clip(cotangent, -0.05, 0.05),))
 
 
+def recomputed(fun: Any) -> Any:
+    """A function whose backward pass computes it again, by a derivative rule."""
+    again = jax.custom_vjp(fun)
+    again.defvjp(lambda *args: (fun(*args), args), lambda args, cotangent: jax.vjp(fun, *args)[1](cotangent))
+    return again
+
+
 def first_only(params: Any) -> Any:
     """A mask: true for every second leaf."""
     leaves, tree = jax.tree.flatten(params)
@@ -138,7 +145,7 @@ def _shared() -> dict[str, Any]:
         name: value
         for name, value in globals().items()
         if name
-        in "X IDS array filled initialised haiku_initialised split partition moved halved clip first_only "
+        in "X IDS array filled initialised haiku_initialised split partition moved halved clip recomputed first_only "
         "optimizer_of carry_of labelled solve_twice".split()
     }
     libraries = {

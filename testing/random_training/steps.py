@@ -89,6 +89,13 @@ LOSSES = {
         )
     ),
     "custom_vjp": Form(("total = halved_vjp(f)(p, x) + f(p, -x)",), needs="arrays"),
+    "clipped in a recomputed layer": Form(
+        (
+            "clipped = lambda p, x: mpjax.true_cotangents(clip, state)(f(p, x))",
+            "total = recomputed(clipped)(p, x) + recomputed(jax.jit(clipped))(p, -x)",
+        ),
+        needs="arrays",
+    ),
     "in a branch": Form(("total = lax.cond(x[0, 0] > 0, f, lambda p, x: 0.5 * f(p, x), p, x)",), needs="arrays"),
     "teacher": Form(("total = f(p, x) - f(lax.stop_gradient(p), 0.5 * x)",), needs="arrays"),
     "fixed point": Form(

@@ -36,7 +36,7 @@ from mpjax.casting.rewrite import MixedValue, array_of, arrays_of, run, values_o
 from mpjax.casting.setting import Region, Setting, tracked
 from mpjax.casting.uses import Use, uses
 from mpjax.kernels.weight_gradients import detached
-from mpjax.program import compat
+from mpjax.program import compat, contexts
 from mpjax.program.derivative_rules import (
     BackwardRule,
     DerivativeRules,
@@ -48,6 +48,7 @@ from mpjax.program.derivative_rules import (
     rules_of,
     vjp_rule,
 )
+from mpjax.program.linearity import check_scaled_rule
 
 _WANTED = {HALF: Use.READ | Use.HALF, FULL: Use.READ | Use.FLOAT, TRACED: Use.READ}
 
@@ -295,6 +296,7 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan) -> Sequence[Any
     count = len(arguments)
     body = function_of(entered.plan, entered.convention, params["call_jaxpr"])
     in_avals = [v.aval for v in step.eqn.invars]
+    is_scaled = bool(contexts.scaled_losses.value)
     latest: dict[str, Any] = {}  # The backward rule uses the forward rule that ran last.
 
     def fun(*args: Any) -> tuple[Any, ...]:
@@ -339,6 +341,8 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan) -> Sequence[Any
             planned = _plan_backward(backward, latest["inferred"], entered, has_cotangent, num_consts)
             if planned_rule and has_cotangent == inexact:
                 entered.backward = backward, planned
+        if is_scaled:
+            check_scaled_rule(step.eqn, backward.jaxpr, len(rule.arrays), backward.zeros.count(False))
         taken = [*stored, *(ct for ct, taken in zip(cotangents, has_cotangent, strict=True) if taken)]
         closed = dict(zip(step.closures, extra, strict=True))
         results = iter(_run_rule(planned, compat.open_jaxpr(backward.jaxpr).consts, taken, closed))

@@ -26,9 +26,8 @@ from mpjax.casting.setting import Setting
 from mpjax.casting.updates import Added, added_to, is_one_map
 from mpjax.casting.uses import RESULT, Use, Uses, uses
 from mpjax.kernels.weight_gradients import detached, straight_through
-from mpjax.program import compat, evaluator
+from mpjax.program import evaluator
 from mpjax.program.graph import SubJaxpr, sub_jaxprs
-from mpjax.program.primitives import primitive
 
 
 @dataclasses.dataclass(slots=True)
@@ -174,8 +173,7 @@ def _carry_fixed_point(
 
 
 def _is_updated(body: SubJaxpr, setting: Setting) -> bool:
-    """Whether what the body adds to must keep its bits. The stream of a `scan` over layers may be half.
-    """
+    """Whether what the body adds to must keep its bits. The stream of a `scan` over layers may be half."""
     return setting.rules.residual_stream == "float32" or is_one_map(body)
 
 
