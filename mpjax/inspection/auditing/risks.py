@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 
 from mpjax.inspection.auditing.dataflow import INPUT, Flow, Known, Node, Value, known_values
 from mpjax.program import compat
-from mpjax.program.graph import Site
+from mpjax.program.graph import Site, sub_jaxprs
 from mpjax.program.interpreter import is_half
 from mpjax.program.primitives import primitive
 
@@ -23,6 +24,7 @@ MEANINGS = {
     "epsilon": "a constant that guards against zero becomes zero",
     "ids": "distinct whole numbers become equal",
     "update": "an update that is smaller than half's last place of the value is lost: keep float32 master weights",
+    "accumulator": "a sum of many terms that is stored in half after each: keep it in float32",
     "loss": "a scalar result, whose small changes and range need float32",
     "softmax": "its exp and its sum need float32",
     "exp": "overflows float16 from 11.1 on, and has 3 digits (bfloat16: 2)",
@@ -42,6 +44,7 @@ class Risk:
             `"overflow"`: a finite constant (an additive mask) becomes infinite in half;
             `"epsilon"`: a constant becomes zero in half;
             `"update"`: a value is stored in half and changed by small amounts (weights, a moving average);
+            `"accumulator"`: a loop's carry to which terms are added in half;
             `"ids"`: integer identifiers that become equal in half.
         module, source, op: The module path, the line and the primitive.
         dtype: The half dtype.
@@ -70,6 +73,7 @@ def risks_of(flow: Flow) -> tuple[Risk, ...]:
         found += _constants(node, known)
     found += _vanished(nodes)
     found += _updates(flow, known)
+    found += _accumulators(flow)
     found += _compared(nodes, known)
     return _merged(found)
 
@@ -248,6 +252,60 @@ def _updates(flow: Flow, known: dict[Value, Known]) -> Iterator[RiskySite]:
                 why = f"a multiple of {step:.2g} is added to a {value.aval.dtype.name} value, which has {digits} bits"
                 yield "update", node.site, value.aval.dtype.name, why
                 break
+
+
+def _accumulators(flow: Flow) -> Iterator[RiskySite]:
+    """Sums over the iterations of a loop that are stored in half after each term."""
+    for node in flow.all_nodes():
+        if primitive(node.site.name).loop:
+            body = sub_jaxprs(node.site.eqn)[-1]
+            carry = node.inner[-1].inputs[body.consts : body.consts + body.carry]
+            length = node.site.eqn.params.get("length")
+            times = "iterations" if length is None else f"{length} iterations"
+            for before, after in zip(carry, node.inner[-1].outputs, strict=False):
+                yield from _added_to(node.inner[-1], before, after, times)
+
+
+def _added_to(flow: Flow, before: Value, after: Value, times: str) -> Iterator[RiskySite]:
+    """The additions to a half value that make it a sum or a running mean of other values, and no residual stream."""
+    if not is_half(before):
+        return
+    makers = {value: node for node in flow.all_nodes() for value in node.writes}
+
+    def sources(value: Value) -> Iterator[Value]:
+        """The values that a value is, seen through moves and the branches of a conditional."""
+        node = makers.get(value)
+        if node is None or not (primitive(node.site.name).moves or node.site.name == "cond"):
+            yield value
+        elif node.site.name == "cond":
+            for branch in node.inner:
+                yield from sources(branch.outputs[node.writes.index(value)])
+        else:
+            yield from sources(node.reads[0])
+
+    @functools.cache
+    def transformed(value: Value) -> bool:
+        """Whether a value depends on a start through more than differences and scalings."""
+        node = makers.get(value)
+        if node is None:
+            return False
+        row = primitive(node.site.name)
+        is_scaling = row.moves or row.adds or row.whole or node.site.name in ("mul", "div")
+        return any(map(transformed if is_scaling else depends, node.reads))
+
+    @functools.cache
+    def depends(value: Value) -> bool:
+        return value is before or (value in makers and any(map(depends, makers[value].reads)))
+
+    for result in dict.fromkeys(sources(after)):
+        node = makers.get(result)
+        if node is None or not primitive(node.site.name).adds or len(node.reads) != 2 or not is_half(result):
+            continue
+        old, new = sorted(node.reads, key=lambda value: before not in sources(value))
+        if before in sources(old) and new.constant is None and not transformed(new):
+            dtype = result.aval.dtype
+            why = f"summed over {times} in {dtype.name}, which has {_digits(dtype)} bits: keep the sum in float32"
+            yield "accumulator", node.site, dtype.name, why
 
 
 def _digits(dtype: Any) -> int:

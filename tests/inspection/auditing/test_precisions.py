@@ -76,3 +76,27 @@ def test_updates_that_half_rounds_away_are_risks():
     master = jax.ShapeDtypeStruct((8,), jnp.float32)
     assert kinds(lambda w, g: w - 1e-4 * g.astype(jnp.float32), master, w) == []
     assert kinds(lambda x, y: x + y, w, w) == []  # a residual connection
+
+
+def test_sums_over_iterations_that_are_stored_in_half_are_risks():
+    half, xs = jnp.bfloat16, jnp.ones((64, 4, 8))
+
+    def accumulated(w, xs, dtype=half, mean=False):
+        def body(total, x):
+            gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(w).astype(dtype)
+            return total + ((gradient - total) / dtype(8) if mean else gradient), None
+
+        return jax.lax.scan(body, jnp.zeros((8, 8), dtype), xs)[0]
+
+    def layers(ws, h):
+        return jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), h, ws)[0]
+
+    def risks(fun, *args):
+        return [risk for risk in mpjax.audit(fun, *args).risks if risk.kind == "accumulator"]
+
+    (risk,) = risks(accumulated, jnp.eye(8), xs)
+    assert "summed over 64 iterations in bfloat16" in risk.why
+    assert risk.source.startswith("test_precisions.py:")
+    assert risks(lambda w, xs: accumulated(w, xs, mean=True), jnp.eye(8), xs)
+    assert not risks(lambda w, xs: accumulated(w, xs, jnp.float32), jnp.eye(8), xs)
+    assert not risks(layers, jnp.ones((3, 8, 8), half), jnp.ones((4, 8), half)), "a residual stream"
