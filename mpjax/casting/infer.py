@@ -286,7 +286,7 @@ def _counts_of(step: Step) -> MatmulCounts:
         counts += inner.counts
     loops = counts.loops | {""} if step.listing == UNTIL_TOLERANCE else counts.loops
     if "" in loops:  # JAX's own functions have no line, but their callers do.
-        line = source_line(step.eqn, in_layer=False)
+        line = source_line(step.eqn)
         counts = dataclasses.replace(counts, loops=loops - {""} | {line})
     if is_matmul:
         if step.half:

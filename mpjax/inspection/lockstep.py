@@ -84,9 +84,9 @@ def _groups(block: Block, outer: Group | None) -> Iterator[tuple[int, Group]]:
 
 
 def _function(place: Site) -> str:
-    """The innermost function of a traceback that is not in a layer library, as `loss_fn (train.py)`."""
+    """The innermost function of a traceback that is not in a library, as `loss_fn (train.py)`."""
     frames = compat.user_frames(place.eqn)
-    which = informative_frame([frame.file_name for frame in frames], in_layer=False)
+    which = informative_frame([frame.file_name for frame in frames])
     if which is None:
         return ""
     return f"{frames[which].function_name.rpartition('.')[2]} ({frames[which].file_name.rsplit('/', 1)[-1]})"

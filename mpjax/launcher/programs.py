@@ -14,8 +14,9 @@ import jax.extend.core
 import numpy as np
 
 from mpjax.launcher.report import Clock
-from mpjax.launcher.session import Frame, Session, enclosing_scale, frame, is_library_file, tracing
+from mpjax.launcher.session import Frame, Session, enclosing_scale, frame, tracing
 from mpjax.program import compat
+from mpjax.program.source import is_library_file
 
 _STATES = "_mpjax_loss_scales"
 

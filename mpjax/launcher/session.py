@@ -6,11 +6,9 @@ import collections
 import contextlib
 import contextvars
 import dataclasses
-import functools
 import itertools
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -21,6 +19,7 @@ import numpy as np
 import mpjax
 from mpjax.launcher.hooks import LaunchError, Options
 from mpjax.program import compat, contexts
+from mpjax.program.source import is_library_file
 
 # One row per differentiated function of a compiled step. Further functions share the last row.
 ROWS = 8
@@ -293,7 +292,6 @@ class Callers:
     def __init__(self, packages: Iterable[str] = ()):
         self.packages = frozenset(packages)
         self.seen: set[str] = set()  # the packages that have called
-        self._is_library_file = functools.lru_cache(maxsize=None)(is_library_file)
 
     def script_line(self) -> str:
         """The calling line of the script, as `train.py:12`; empty if a library is calling."""
@@ -309,20 +307,9 @@ class Callers:
                 self.seen.add(root)
                 return frame
             if root not in _CONDUITS and name != _LAUNCHER and not name.startswith(f"{_LAUNCHER}."):
-                return None if root == "mpjax" or self._is_library_file(frame.f_code.co_filename) else frame
+                return None if root == "mpjax" or is_library_file(frame.f_code.co_filename) else frame
             frame = frame.f_back
         return None
-
-
-def is_library_file(filename: str) -> bool:
-    """Whether a file is in the standard library or in `site-packages`."""
-    if filename.startswith("<frozen "):  # a library that differentiates at import time
-        return True
-    path = os.path.abspath(filename)
-    if f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path:
-        return True
-    roots = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
-    return any(path.startswith(root + os.sep) for root in roots if root)
 
 
 # Recognises the training's parameters among the arguments of a program.

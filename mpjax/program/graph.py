@@ -89,12 +89,8 @@ class Site:
 
     @property
     def source(self) -> str:
-        """The user's line, as `file.py:12`; for code in a library, the line that called it.
-
-        If a scope names the module, this may be a line inside the layer. Otherwise (Flax NNX), it is the line that
-        called the layer, which is more informative.
-        """
-        return source_line(self.eqn, in_layer=bool(self.path)) or self.caller
+        """The user's line, as `file.py:12`; for code in a library, the line that called it."""
+        return source_line(self.eqn) or self.caller
 
     @property
     def label(self) -> str:

@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import sys
+import sysconfig
 import traceback
 import types
 from collections.abc import Sequence
@@ -27,8 +28,6 @@ _TRANSFORM = re.compile(r"\b\w+\(")
 _MARKED = re.compile(re.escape(MARK) + r"\w+")
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LAYERS = tuple(f"{os.sep}{library}{os.sep}" for library in ("flax", "haiku", "equinox"))
-_OPTIMIZERS = (f"{os.sep}optax{os.sep}",)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -46,25 +45,32 @@ def join(*paths: str) -> str:
     return "/".join(path for path in paths if path)
 
 
-def source_line(eqn: Any, in_layer: bool = True) -> str:
-    """The user's line that an equation comes from, outside of mpjax, as `file.py:12`; empty if unknown.
-
-    Args:
-        eqn: The equation.
-        in_layer: Whether the line may be in a layer library; if not, it is the line that called the layer.
-    """
+def source_line(eqn: Any) -> str:
+    """The user's line that an equation comes from, outside of libraries, as `file.py:12`; empty if unknown."""
     frames = compat.user_frames(eqn)
-    which = informative_frame([frame.file_name for frame in frames], in_layer)
+    which = informative_frame([frame.file_name for frame in frames])
     if which is None:
         return ""
     return f"{frames[which].file_name.rsplit('/', 1)[-1]}:{frames[which].start_line}"
 
 
-def informative_frame(files: Sequence[str], in_layer: bool = True) -> int | None:
-    """The index of the frame to report, outside of mpjax, given the files innermost first (see `source_line`)."""
-    users = [i for i, file in enumerate(files) if not file.startswith(_PACKAGE)]
-    outside = [] if in_layer else [i for i in users if not any(layer in files[i] for layer in _LAYERS)]
-    return next(iter(outside or users), None)
+def informative_frame(files: Sequence[str]) -> int | None:
+    """The index of the frame to report, given the files innermost first: outside of libraries, else of mpjax alone."""
+    outside = [i for i, file in enumerate(files) if not file.startswith(_PACKAGE)]
+    users = [i for i in outside if not is_library_file(files[i])]
+    return next(iter(users or outside), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_library_file(name: str) -> bool:
+    """Whether a file is in the standard library or in `site-packages`."""
+    if name.startswith("<frozen "):  # a library that differentiates at import time
+        return True
+    path = os.path.abspath(name)
+    if f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path:
+        return True
+    roots = {sysconfig.get_path(root) for root in ("stdlib", "platstdlib")}
+    return any(path.startswith(root + os.sep) for root in roots if root)
 
 
 def module_of(eqn: Any) -> str:
@@ -118,7 +124,7 @@ def user_stacklevel() -> int:
 
 def is_library(file: str) -> bool:
     """Whether a file belongs to mpjax, JAX, a layer library or optax."""
-    return file.startswith((_PACKAGE, _JAX)) or any(layer in file for layer in (*_LAYERS, *_OPTIMIZERS))
+    return file.startswith((_PACKAGE, _JAX)) or is_library_file(file)
 
 
 def traceback_line(error: BaseException) -> str:

@@ -273,7 +273,7 @@ def _instruction(program: HloModule, computation: str, line: Line) -> Instructio
     named = next((part for part, _ in ([matmul] if matmul else []) + parts if part.op_name), line)
     module = module_path(named.op_name)
     places = program.places(named)
-    which = informative_frame([path for path, _ in places], in_layer=bool(module))
+    which = informative_frame([path for path, _ in places])
     shapes = tuple(_shapes(*matmul)) if matmul else ()
     return Instruction(
         name=line.name,

@@ -167,7 +167,7 @@ def test_module_paths_have_only_the_scopes_of_the_user(op_name, module):
 
 def test_where_no_scope_names_a_module_the_line_that_calls_the_layer_does():
     scoped, plain = (instructions(text)["custom-call.2"] for text in (HLO, HLO.replace("jvp(Net))/Dense_0", "jvp())")))
-    assert (scoped.module, scoped.source) == ("Net/Dense_0", "linear.py:700")
+    assert (scoped.module, scoped.source) == ("Net/Dense_0", "train.py:12")
     assert (plain.module, plain.source) == ("", "train.py:12")
 
 
@@ -194,10 +194,10 @@ def test_a_gpu_trace_gives_tensor_core_share_modules_and_split(gpu):
     assert gpu.kernel_seconds == pytest.approx(90e-6)
     assert gpu.modules == {"Net/Dense_0": (pytest.approx(40e-6), pytest.approx(50e-6))}
     assert {k.name: (k.kind, k.dtype, k.op, k.source) for k in gpu.kernels} == {
-        "ampere_sgemm_32x32_sliced1x4_nn": ("matmul", "f16", "custom-call.2", "linear.py:700"),
-        "gemm_fusion_dot_1": ("matmul", "f16", "gemm_fusion_dot.1", "linear.py:700"),
-        "cublasLt::splitKreduce_kernel": ("reduction", "f16", "custom-call.2", "linear.py:700"),
-        "loop_convert_fusion": ("cast", "", "loop_convert_fusion", "linear.py:700"),
+        "ampere_sgemm_32x32_sliced1x4_nn": ("matmul", "f16", "custom-call.2", "train.py:12"),
+        "gemm_fusion_dot_1": ("matmul", "f16", "gemm_fusion_dot.1", "train.py:12"),
+        "cublasLt::splitKreduce_kernel": ("reduction", "f16", "custom-call.2", "train.py:12"),
+        "loop_convert_fusion": ("cast", "", "loop_convert_fusion", "train.py:12"),
     }
     # The kernels of step 1 ended at 104 µs, those of step 2 at 204 µs.
     assert (gpu.device_share, gpu.input_share, gpu.dispatch_share) == pytest.approx((0.90, 0.06, 0.04))
