@@ -68,7 +68,7 @@ def test_its_error_is_that_of_the_compiled_program(fun, dtype):
 def test_an_overflow_is_an_infinite_error_and_an_override_takes_it_away():
     def hot(w, x):
         with jax.named_scope("hot"):
-            x = (x @ w["kernel"][0]) * 1e6 * 1e-6
+            x = (x @ (w["kernel"][0] * 1e6)) * 1e-6
         return jnp.mean((x @ w["kernel"][1]) ** 2)
 
     args, policy = arguments(), get_policy("mixed_float16")
