@@ -92,17 +92,33 @@ def test_examples_import_what_they_use():
         assert not used - bound - {*vars(builtins)}, name
 
 
-def test_layers_import_downwards_only():
-    # policy and loss scaling do not depend on autocast and inspection; only code for modules imports Flax.
-    of_flax_models = {"layers.py", "linen.py", "linen_calls.py", "nnx.py"}
-    package = ROOT / "mpjax"
-    folders = [package / name for name in (".", "loss_scale", "modules", "optimizer_state")]
-    for path in (path for folder in folders for path in folder.glob("*.py")):
-        if path in (package / "__init__.py", package / "__main__.py") or path.name in of_flax_models:
-            continue
+# The rooms of mpjax, from the ground floor up.
+ROOMS = "program policy kernels casting modules loss_scale optimizer_state inspection launcher".split()
+
+
+def rooms_imported_by(path):
+    """The rooms that a file imports, also inside functions."""
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    names = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    names += [f"mpjax.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+    names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return {name.split(".")[1] for name in names if name.startswith("mpjax.")} & {*ROOMS}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_room_imports_one_above_it(room):
+    folder = ROOT / "mpjax" / room
+    files = [*folder.rglob("*.py")] if folder.is_dir() else [folder.with_suffix(".py")]
+    above = {*ROOMS[ROOMS.index(room) + 1 :]}
+    assert not {str(path): found for path in files if (found := rooms_imported_by(path) & above)}
+
+
+def test_only_code_for_modules_imports_flax():
+    # Inside a function, where it handles a module.
+    for path in (ROOT / "mpjax").rglob("*.py"):
         top_level = [n for n in ast.parse(path.read_text()).body if isinstance(n, (ast.Import, ast.ImportFrom))]
         names = [n.module or "" if isinstance(n, ast.ImportFrom) else n.names[0].name for n in top_level]
-        assert not [n for n in names if n.startswith(("mpjax.casting", "mpjax.inspection", "flax"))], path
+        assert path.parent.name == "modules" or not [n for n in names if n.startswith("flax")], path
 
 
 def local_imports(path):

@@ -180,7 +180,7 @@ class PrecisionReport(Report):
             worst, where, _ = next(_alike(self.risks, lambda risk: risk.kind))
             kinds = len({risk.kind for risk in self.risks})
             answer += f"; {len(self.risks)} risks of {kinds} kinds" if len(self.risks) > 1 else "; one risk"
-            answer += f", the most serious: {worst.kind} at {where or 'an unknown line'}"
+            answer += f", the most serious: {worst.kind}" + (f" at {where}" if where else "")
         lines = [answer, *dict.fromkeys(risk.why for risk in self.risks if risk.kind == "unscaled"), *self._to_do()]
         return Section(self.title, "\n".join(lines), f"operands|>{'|>'.join(_PHASES)}|>share", rows)
 
