@@ -24,7 +24,7 @@ class Added(enum.IntEnum):
     STEP = 2  # A multiple by a number, such as a learning rate.
 
 
-class Flow(NamedTuple):
+class Inlined(NamedTuple):
     """What a value contains and depends on.
 
     Args:
@@ -51,7 +51,7 @@ class Flows(NamedTuple):
             operand depends on.
     """
 
-    outs: tuple[Flow, ...]
+    outs: tuple[Inlined, ...]
     products: tuple[tuple[int, frozenset[int]], ...]
 
 
@@ -67,11 +67,11 @@ def flows(jaxpr: Any) -> Flows:
 
 
 def _flows(jaxpr: Any) -> Flows:
-    of = {v: Flow({i: Added.NOTHING}, frozenset((i,)), i) for i, v in enumerate(jaxpr.invars)}
+    of = {v: Inlined({i: Added.NOTHING}, frozenset((i,)), i) for i, v in enumerate(jaxpr.invars)}
     products: list[tuple[int, frozenset[int]]] = []
 
-    def flow(v: Any) -> Flow:
-        known = Flow() if isinstance(v, compat.Literal) else of.get(v, Flow())
+    def flow(v: Any) -> Inlined:
+        known = Inlined() if isinstance(v, compat.Literal) else of.get(v, Inlined())
         return known._replace(number=known.number or not compat.is_shaped(v.aval) or compat.numel(v.aval) == 1)
 
     for eqn in jaxpr.eqns:
@@ -86,7 +86,7 @@ def _flows(jaxpr: Any) -> Flows:
     return Flows(tuple(map(flow, jaxpr.outvars)), tuple(products))
 
 
-def _products(eqn: Any, operands: Sequence[Flow]) -> list[tuple[int, frozenset[int]]]:
+def _products(eqn: Any, operands: Sequence[Inlined]) -> list[tuple[int, frozenset[int]]]:
     """The pairs of a matmul. A vector for each element of a batch is no map: it has no dimension of its own."""
     maps = [True, True]
     if eqn.primitive.name == "dot_general":
@@ -96,25 +96,25 @@ def _products(eqn: Any, operands: Sequence[Flow]) -> list[tuple[int, frozenset[i
     return [(x.moved, other.inputs) for x, other, is_map in pairs if is_map and x.moved is not None]
 
 
-def _result(eqn: Any, read: Sequence[Flow]) -> Flow:
+def _result(eqn: Any, read: Sequence[Inlined]) -> Inlined:
     row = primitive(eqn.primitive.name)
     inputs = frozenset().union(*(x.inputs for x in read))
     arrays = [x for x in read if not x.number]
     if not arrays:
-        return Flow(inputs=inputs, number=row.elementwise or row.moves or row.whole or row.exact)
+        return Inlined(inputs=inputs, number=row.elementwise or row.moves or row.whole or row.exact)
     scales = bool(row.linear) and row.elementwise and len(arrays) == 1
     moves = row.moves or row.whole
     if not (scales or moves or row.accumulates or row.join):
-        return Flow(inputs=inputs)
+        return Inlined(inputs=inputs)
     added = Added.NOTHING
     if row.adds and len(arrays) > 1:
         added = Added.STEP if any(x.scaled for x in arrays) else Added.TERM
     first = arrays[0]
     scaled = (scales and len(read) > 1) or (first.scaled and len(arrays) == 1)
-    return Flow(_merged(arrays, added), inputs, first.moved if moves else None, scaled=scaled)
+    return Inlined(_merged(arrays, added), inputs, first.moved if moves else None, scaled=scaled)
 
 
-def _merged(read: Sequence[Flow], added: Added) -> dict[int, Added]:
+def _merged(read: Sequence[Inlined], added: Added) -> dict[int, Added]:
     merged: dict[int, Added] = {}
     for x in read:
         for i, before in x.terms.items():
@@ -122,15 +122,15 @@ def _merged(read: Sequence[Flow], added: Added) -> dict[int, Added]:
     return merged
 
 
-def _through(eqn: Any, read: Sequence[Flow], products: list[tuple[int, frozenset[int]]]) -> list[Flow]:
+def _through(eqn: Any, read: Sequence[Inlined], products: list[tuple[int, frozenset[int]]]) -> list[Inlined]:
     """The flows of an equation's outputs, given those of its operands; adds the products inside."""
-    outs = [Flow() for _ in eqn.outvars]
+    outs = [Inlined() for _ in eqn.outvars]
     for sub in sub_jaxprs(eqn):
         inside = flows(sub.jaxpr)
 
-        def operand(i: int, sub: SubJaxpr = sub) -> Flow:
+        def operand(i: int, sub: SubJaxpr = sub) -> Inlined:
             number = sub.operands[i]
-            return Flow() if number is None else read[number]
+            return Inlined() if number is None else read[number]
 
         def depends(inputs: frozenset[int]) -> frozenset[int]:
             return frozenset().union(*(operand(i).inputs for i in inputs))
@@ -142,8 +142,8 @@ def _through(eqn: Any, read: Sequence[Flow], products: list[tuple[int, frozenset
         if len(inside.outs) != len(outs):  # the condition of a `while`
             continue
         for k, out in enumerate(inside.outs):
-            parts = [Flow(_merged([operand(i)], added)) for i, added in out.terms.items()]
-            outs[k] = Flow(
+            parts = [Inlined(_merged([operand(i)], added)) for i, added in out.terms.items()]
+            outs[k] = Inlined(
                 _merged([outs[k], *parts], Added.NOTHING),
                 outs[k].inputs | depends(out.inputs),
                 None if out.moved is None or primitive(eqn.primitive.name).loop else operand(out.moved).moved,

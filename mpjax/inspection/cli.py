@@ -25,7 +25,7 @@ class UsageError(Exception):
     """A mistake that the user of the command line can fix, in the call or in the script."""
 
 
-class Call(NamedTuple):
+class Arguments(NamedTuple):
     """A function's arguments. If batches were yielded, each in turn is the last positional argument."""
 
     args: tuple[Any, ...]
@@ -70,14 +70,14 @@ def load_function(reference: str) -> Callable[..., Any]:
     return found
 
 
-def load_call(reference: str | None, home: str) -> Call:
+def load_call(reference: str | None, home: str) -> Arguments:
     """Calls the function that a reference names to make arguments: a tuple, a dict of keywords, or yielded batches.
 
     Raises:
         UsageError: The object is not a function without arguments, or it returns something else.
     """
     if reference is None:
-        return Call((), {})
+        return Arguments((), {})
     make = load(reference, "--args", home)
     if not callable(make):
         raise UsageError(
@@ -91,16 +91,16 @@ def load_call(reference: str | None, home: str) -> Call:
     if inspect.isgenerator(made):
         return _from_batches(make, reference)
     if isinstance(made, tuple):
-        return Call(made, {})
+        return Arguments(made, {})
     if isinstance(made, dict):
-        return Call((), made)
+        return Arguments((), made)
     raise UsageError(
         f"--args {reference!r} returned {_article(made)}; return a tuple of arguments (of one: `return x,`), a dict "
         "of keyword arguments, or yield batches."
     )
 
 
-def bound_arguments(fun: Callable[..., Any], reference: str, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def bound_arguments(fun: Callable[..., Any], reference: str, call: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword arguments of a call without its batch. Keywords become positions where they can.
 
     Raises:
@@ -132,12 +132,12 @@ class Batches:
         return (made[-1] if isinstance(made, tuple) else made for made in self._make())
 
 
-def _from_batches(make: Callable[[], Iterator[Any]], reference: str) -> Call:
+def _from_batches(make: Callable[[], Iterator[Any]], reference: str) -> Arguments:
     """A call from yielded batches, or from yielded tuples of all arguments whose last element is the batch."""
     first = next(make(), None)
     if first is None:
         raise UsageError(f"--args {reference!r} yielded nothing; yield at least one batch.")
-    return Call(first[:-1] if isinstance(first, tuple) else (), {}, Batches(make))
+    return Arguments(first[:-1] if isinstance(first, tuple) else (), {}, Batches(make))
 
 
 def _module(source: str, what: str) -> ModuleType:

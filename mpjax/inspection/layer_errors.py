@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from mpjax.casting.classify import default_listing
-from mpjax.inspection.gradient import Loss, scale_state, trace_to_run
 from mpjax.inspection.lockstep import Group, error_note, evaluated, grouped
 from mpjax.inspection.ranges.activations import equations_of_gradients
 from mpjax.inspection.reports import Report, Section, folded_rows, percent, short_dtypes
+from mpjax.inspection.trials import Loss, scale_state, trace_to_run
 from mpjax.program.formats import SCALED
 from mpjax.program.graph import Block, lay_out, owners_of
 from mpjax.program.interpreter import is_half, is_low

@@ -14,9 +14,9 @@ import numpy as np
 
 from mpjax.casting import Float8, Rules, autocast_disabled
 from mpjax.casting.autocast import Autocast, autocast_of
-from mpjax.inspection.gradient import Loss, Trial, relative_error, scale_state
 from mpjax.inspection.layer_errors import errors_by_module
 from mpjax.inspection.reports import Report, Section, folded, percent, totals
+from mpjax.inspection.trials import Loss, Trial, relative_error, scale_state
 from mpjax.policy import HALF_DTYPES, get_policy, path_matches
 from mpjax.program.formats import format_of
 from mpjax.program.graph import not_entered

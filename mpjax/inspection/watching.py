@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax.inspection.gradient import Loss, argument_names
 from mpjax.inspection.lockstep import grouped
 from mpjax.inspection.ranges.activations import Counted, counted
 from mpjax.inspection.ranges.range_statistics import Limits, RangeNote, RangeProbe, floats, note
 from mpjax.inspection.reports import Section, percent
+from mpjax.inspection.trials import Loss, argument_names
 from mpjax.loss_scale.replicas import all_finite
 from mpjax.loss_scale.state import find_loss_scale_state, loss_scale_of
 from mpjax.program.graph import Block, Site, lay_out, owners_of

@@ -10,7 +10,7 @@ import jax.extend.core
 import jax.numpy as jnp
 
 from mpjax.launcher import retrying
-from mpjax.launcher.calls import Call
+from mpjax.launcher.casts import CastCall
 from mpjax.launcher.retrying import INNER_SCALE, Attempt, LastAttempt, all_finite, is_inexact, until_finite
 from mpjax.launcher.session import NOT_LINEAR, SCALE, Session, differentiating, enclosing_scale, frame, function_name
 from mpjax.loss_scale.cotangents import multiply, unscale_by
@@ -44,7 +44,7 @@ def value_and_grad(
             outer.read = True
             return scaled(lambda *a, **k: (fun(*a, **k),) * 2, outer.value)(*args, **kwargs)
         places = _places(args, argnums)
-        call = Call(session, fun, _as_arrays(args, places), kwargs)
+        call = CastCall(session, fun, _as_arrays(args, places), kwargs)
         if not _is_cast(session, call, fun, line, [args[i] for i in places]):
             with differentiating(None):
                 return original(fun, argnums=argnums, has_aux=has_aux)(*args, **kwargs)
@@ -68,7 +68,7 @@ def value_and_grad(
     return both
 
 
-def _is_cast(session: Session, call: Call, fun: Any, line: str, differentiated: Sequence[Any]) -> bool:
+def _is_cast(session: Session, call: CastCall, fun: Any, line: str, differentiated: Sequence[Any]) -> bool:
     """Whether a gradient is taken in half: no loss scale is needed, or it changes nothing. Records which."""
     if session.scales and (rule := call.nonlinear_rule):
         return session.keep(NOT_LINEAR, line, rule)
@@ -104,7 +104,7 @@ def vjp(
         out, linear, *aux = original(fun, *primals, **options)
     else:
         primals = _as_arrays(primals, range(len(primals)))
-        call = Call(session, fun, primals, {})
+        call = CastCall(session, fun, primals, {})
         if not _is_cast(session, call, fun, line, primals):
             with differentiating(None):
                 return original(fun, *primals, **options)

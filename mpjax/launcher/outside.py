@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax.extend.core
 import jax.numpy as jnp
 
-from mpjax.launcher.calls import SCOPE, Call, running_sites
+from mpjax.launcher.casts import SCOPE, CastCall, running_sites
 from mpjax.launcher.session import Session
 from mpjax.program import compat
 from mpjax.program.evaluator import bind_in_context, evaluate
@@ -55,7 +55,7 @@ def in_half(session: Session, jaxpr: Any, parameters: Collection[Any]) -> Any:
         variables = (*opened.jaxpr.constvars, *opened.jaxpr.invars)
         env: dict[Any, Any] = dict(zip(variables, (*opened.consts, *arrays), strict=True))
         inputs = evaluate(_Part(before, given), env, bind_in_context)
-        call = Call(session, forward, inputs, {})
+        call = CastCall(session, forward, inputs, {})
         outs, _ = call.finite(call.in_half(jnp.ones((), jnp.float32), inputs, {}))
         env.update(zip(made, outs, strict=True))
         return evaluate(_Part(after, opened.jaxpr.outvars), env, bind_in_context)

@@ -132,7 +132,7 @@ def under_autocast(
     session: Session, fun: Callable[..., Any], args: Any, kwargs: Any, states: Any, compiled: Compiled | None
 ) -> Any:
     """Traces a program to see whether it trains or evaluates, and returns its result under the policy."""
-    from mpjax.launcher.calls import running_sites
+    from mpjax.launcher.casts import running_sites
     from mpjax.launcher.outside import in_half, is_differentiated
     from mpjax.program.tracing import is_array, trace
 

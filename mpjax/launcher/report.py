@@ -154,7 +154,7 @@ def _of_step(session: Session, step: Clock) -> list[str]:
 
 def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
     """The block at the first compiled training step."""
-    from mpjax.launcher.calls import running_sites
+    from mpjax.launcher.casts import running_sites
 
     sites = [site for site in running_sites(jaxpr) if site.flops]
     total = sum(site.flops for site in sites)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.loss_scale.calls import Call, closed
+from mpjax.loss_scale.closures import Call, closed
 from mpjax.loss_scale.cotangents import (
     cross,
     enter,

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.inspection.gradient import Loss, Trial
+from mpjax.inspection.trials import Loss, Trial
 from mpjax.policy import get_policy
 
 

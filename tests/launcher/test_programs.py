@@ -16,7 +16,7 @@ from jax import export
 from jax.experimental import checkify
 
 from mpjax.launcher import programs
-from mpjax.launcher.calls import running_sites
+from mpjax.launcher.casts import running_sites
 from mpjax.launcher.session import CALLS, NONFINITE, RERUNS
 
 # Each test clears JAX's caches; without this, the same small programs would be compiled again.

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from mpjax.launcher.calls import running_sites
+from mpjax.launcher.casts import running_sites
 from mpjax.launcher.session import RERUNS, RETRIES
 
 # Each test clears JAX's caches; without this, the same small programs would be compiled again.

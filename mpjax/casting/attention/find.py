@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpjax.casting.attention.axes import Axis, Dims, Unfit, downstream, flat, fresh, joined, of_operand, upstream
-from mpjax.casting.attention.flow import Flow, changes_dtype, variables
+from mpjax.casting.attention.flat import Inlined, changes_dtype, variables
 from mpjax.casting.attention.masks import HIDES, add_bias, add_mask
 from mpjax.casting.attention.parts import Attention
 from mpjax.casting.setting import tracked
@@ -41,7 +41,7 @@ class _Step(NamedTuple):
     trail: tuple[Any, ...] = ()
 
 
-def attentions(flow: Flow) -> Iterator[Attention]:
+def attentions(flow: Inlined) -> Iterator[Attention]:
     """The attentions of a program without calls, in program order, with those that can't be fused."""
     for eqn in flow.jaxpr.eqns:
         if eqn.primitive.name == "exp" and eqn.outvars[0] in flow.readers and tracked(eqn.outvars[0]):
@@ -55,7 +55,7 @@ def attentions(flow: Flow) -> Iterator[Attention]:
                 yield attention
 
 
-def _attention(flow: Flow, exp: Any) -> Attention | None:
+def _attention(flow: Inlined, exp: Any) -> Attention | None:
     """The attention around an exponential; None if there is none."""
     dims = fresh(exp.outvars[0].aval.shape)
     normalised = _normalised(flow, exp, dims)
@@ -77,7 +77,7 @@ def _attention(flow: Flow, exp: Any) -> Attention | None:
     return attention
 
 
-def _normalised(flow: Flow, exp: Any, dims: Dims) -> tuple[Any, tuple[Axis, ...], list[Any]] | None:
+def _normalised(flow: Inlined, exp: Any, dims: Dims) -> tuple[Any, tuple[Axis, ...], list[Any]] | None:
     """The probabilities, the axes over which they sum to one, and the equations of the normalisation."""
     (e,) = exp.outvars
     for total in flow.readers[e]:
@@ -102,7 +102,7 @@ def _normalised(flow: Flow, exp: Any, dims: Dims) -> tuple[Any, tuple[Axis, ...]
     return None
 
 
-def _reached(flow: Flow, v: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+def _reached(flow: Inlined, v: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """The readers of a variable after moves and reciprocals, with the equations before them."""
     waiting: list[tuple[Any, tuple[Any, ...]]] = [(v, ())]
     while waiting:
@@ -115,7 +115,7 @@ def _reached(flow: Flow, v: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
 
 
 def _product(
-    flow: Flow, probabilities: Any, dims: Dims, keys: tuple[Axis, ...]
+    flow: Inlined, probabilities: Any, dims: Dims, keys: tuple[Axis, ...]
 ) -> tuple[Any, int, Dims, list[Any], set[Any]] | None:
     """The product with the values.
 
@@ -157,7 +157,7 @@ def _product(
     return None
 
 
-def _shift(flow: Flow, v: Any, dims: Dims, keys: tuple[Axis, ...]) -> Any:
+def _shift(flow: Inlined, v: Any, dims: Dims, keys: tuple[Axis, ...]) -> Any:
     """The subtraction of a value that is the same for all keys, which changes nothing; None without one."""
     eqn = flow.maker(v)
     if eqn is None or eqn.primitive.name != "sub" or len(variables(eqn.invars)) < 2:
@@ -166,7 +166,7 @@ def _shift(flow: Flow, v: Any, dims: Dims, keys: tuple[Axis, ...]) -> Any:
     return None if set(joined(of_shift)) & set(flat(keys)) else eqn
 
 
-def _search_scores(flow: Flow, attention: Attention, start: _Step, keys: tuple[Axis, ...]) -> bool:
+def _search_scores(flow: Inlined, attention: Attention, start: _Step, keys: tuple[Axis, ...]) -> bool:
     """Follows the scores back to the product of queries and keys. Whether it is reached."""
     waiting, known = [start], {start.v}
     while waiting:
@@ -199,7 +199,7 @@ def _search_scores(flow: Flow, attention: Attention, start: _Step, keys: tuple[A
     return False
 
 
-def _operands(flow: Flow, eqn: Any, dims: Dims, factor: float) -> Iterator[tuple[Any, Dims, float, _Note | None]]:
+def _operands(flow: Inlined, eqn: Any, dims: Dims, factor: float) -> Iterator[tuple[Any, Dims, float, _Note | None]]:
     """The operands of an equation that may be the scores, with their factor and what the equation does to them."""
     name, ins = eqn.primitive.name, eqn.invars
     whole = [v for v in ins if v.aval.shape == eqn.outvars[0].aval.shape]
@@ -245,11 +245,11 @@ def _refusal(why: str) -> _Note:
     return lambda attention: attention.refuse(why)
 
 
-def _bias(flow: Flow, other: Any, dims: Dims, factor: float) -> _Note:
+def _bias(flow: Inlined, other: Any, dims: Dims, factor: float) -> _Note:
     return lambda attention: add_bias(flow, attention, other, of_operand(other, dims), factor)
 
 
-def _mask(flow: Flow, which: Any, other: Any, inverted: bool, dims: Dims, factor: float) -> _Note:
+def _mask(flow: Inlined, which: Any, other: Any, inverted: bool, dims: Dims, factor: float) -> _Note:
     number = flow.scalar(other)
 
     def note(attention: Attention) -> None:
@@ -315,7 +315,7 @@ def _add_values(attention: Attention, side: int, of_p: Dims) -> None:
     attention.parts = (*attention.parts, (v, of_v))
 
 
-def _check_readers(flow: Flow, attention: Attention) -> None:
+def _check_readers(flow: Inlined, attention: Attention) -> None:
     """Refuses an attention whose scores or probabilities something else reads, or changes."""
     inside = {id(eqn) for eqn in attention.inside} | {id(attention.values)}
     results = {v for eqn in attention.inside for v in eqn.outvars}

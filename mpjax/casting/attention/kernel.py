@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.casting.attention.axes import Axis, flat, joined
-from mpjax.casting.attention.flow import Flow
+from mpjax.casting.attention.flat import Inlined
 from mpjax.casting.attention.layout import Layout, size_of
 from mpjax.casting.attention.masks import resolved
 from mpjax.casting.attention.parts import Attention, Bias, Mask
@@ -142,7 +142,7 @@ def implementation_of(choice: str) -> str:
     return "cudnn" if "cuda" in jax.extend.backend.get_backend().platform_version else ""
 
 
-def options_of(attention: Attention, flow: Flow, setting: Any) -> tuple[list[Any], Options] | str:
+def options_of(attention: Attention, flow: Inlined, setting: Any) -> tuple[list[Any], Options] | str:
     """The operands and the options of an attention, or the reason why no kernel computes it."""
     implementation = implementation_of(setting.rules.attention)
     if not implementation:
@@ -183,7 +183,7 @@ def options_of(attention: Attention, flow: Flow, setting: Any) -> tuple[list[Any
     return (operands, options) if not (why := _refusal(options, operands, setting.half)) else why
 
 
-def _without_repeats(flow: Flow, k: Any, v: Any, batch: Sequence[Axis]) -> tuple[Any, Any, list[Axis]]:
+def _without_repeats(flow: Inlined, k: Any, v: Any, batch: Sequence[Axis]) -> tuple[Any, Any, list[Axis]]:
     """Keys and values before their heads were repeated, if both were, and the axes of the repeats."""
     before = [flow.stripped(*each) for each in (k, v)]
     missing = [[axis for axis in flat(batch) if axis not in joined(dims)] for _, dims in before]

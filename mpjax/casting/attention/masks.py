@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpjax.casting.attention.axes import Dims, Unfit, of_operand
-from mpjax.casting.attention.flow import Flow
+from mpjax.casting.attention.flat import Inlined
 from mpjax.casting.attention.layout import Layout, size_of
 from mpjax.casting.attention.parts import Attention, Bias, Mask
 from mpjax.program import compat
@@ -20,7 +20,7 @@ from mpjax.program import compat
 HIDES = float(compat.finfo(np.dtype(np.float16)).min)
 
 
-def add_bias(flow: Flow, attention: Attention, v: Any, dims: Dims, factor: float) -> None:
+def add_bias(flow: Inlined, attention: Attention, v: Any, dims: Dims, factor: float) -> None:
     """Notes an array that is added to the scores, as biases and masks."""
     v, dims = flow.stripped(v, dims)
     eqn = flow.maker(v)
@@ -42,7 +42,7 @@ def add_bias(flow: Flow, attention: Attention, v: Any, dims: Dims, factor: float
         attention.biases.append(Bias(v, dims, factor))
 
 
-def add_mask(flow: Flow, attention: Attention, which: Any, dims: Dims, inverted: bool, number: float) -> None:
+def add_mask(flow: Inlined, attention: Attention, which: Any, dims: Dims, inverted: bool, number: float) -> None:
     """Notes a boolean array that selects keys, as masks.
 
     Raises:
@@ -85,7 +85,7 @@ class Resolved(NamedTuple):
     nan: bool
 
 
-def resolved(attention: Attention, flow: Flow, scores: Sequence[Sequence[Any]], right: bool) -> Resolved:
+def resolved(attention: Attention, flow: Inlined, scores: Sequence[Sequence[Any]], right: bool) -> Resolved:
     """Evaluates the masks and biases that depend on no input.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from mpjax.casting.attention.find import attentions
-from mpjax.casting.attention.flow import Flow, variables
+from mpjax.casting.attention.flat import Inlined, variables
 from mpjax.casting.attention.kernel import ATTENTION, Options, options_of
 from mpjax.casting.attention.parts import Attention
 from mpjax.casting.classify import classify
@@ -63,7 +63,7 @@ def prepared(jaxpr: Any, setting: Setting) -> Prepared:
     return known[setting]
 
 
-def _why_not(attention: Attention, flow: Flow, setting: Setting) -> str:
+def _why_not(attention: Attention, flow: Inlined, setting: Setting) -> str:
     """Why an attention is not fused, by its form or by the rules; empty if nothing is against it."""
     if attention.why_not:
         return attention.why_not
@@ -75,7 +75,7 @@ def _why_not(attention: Attention, flow: Flow, setting: Setting) -> str:
 _WIDE_BIAS = "its bias is a float32 result of what its queries or keys are computed from, and kernels take it in half"
 
 
-def _has_wide_bias(attention: Attention, flow: Flow, setting: Setting) -> bool:
+def _has_wide_bias(attention: Attention, flow: Inlined, setting: Setting) -> bool:
     """Whether a bias is computed in float32, after its last matmul, from what the queries or keys are computed from.
 
     Such a bias may be larger than the scores (minus the squared norm of the keys, a cumulative sum of gates). A mask is
@@ -108,7 +108,7 @@ def _prepare(original: Any, setting: Setting) -> Prepared:
 
 def _with_attentions(jaxpr: Any, setting: Setting, consts: Mapping[Any, Any]) -> Prepared:
     flat, origins = inlined(jaxpr, lambda eqn: not contains_all(eqn))
-    flow = Flow(flat, consts)
+    flow = Inlined(flat, consts)
     here = [each for each in attentions(flow) if _is_here(each, origins)]
     if not here:
         return Prepared(jaxpr)
@@ -127,7 +127,7 @@ def _with_attentions(jaxpr: Any, setting: Setting, consts: Mapping[Any, Any]) ->
     if not needed:
         return Prepared(jaxpr, tuple(refused))
     flat, _ = inlined(jaxpr, lambda eqn: id(eqn) in needed, inside=True)
-    flow, fused = Flow(flat, consts), {}
+    flow, fused = Inlined(flat, consts), {}
     for each in attentions(flow):
         if not _why_not(each, flow, setting):
             issued = options_of(each, flow, setting)
@@ -147,7 +147,7 @@ def _with_masks_inside(jaxpr: Any) -> Any:
     for eqn in jaxpr.eqns:
         inside = sub_jaxprs(eqn) if eqn.primitive.name in _ENTERED else ()
         if any(_may_contain(inner.opened, deep=True) and not _has_rules(inner.opened) for inner in inside):
-            flow = flow or Flow(jaxpr)
+            flow = flow or Inlined(jaxpr)
             for inner in inside:
                 eqn = _mask_inside(eqn, inner, flow)
         eqns.append(eqn)
@@ -155,7 +155,7 @@ def _with_masks_inside(jaxpr: Any) -> Any:
     return jaxpr.replace(eqns=eqns) if changed else jaxpr
 
 
-def _mask_inside(eqn: Any, inner: SubJaxpr, flow: Flow) -> Any:
+def _mask_inside(eqn: Any, inner: SubJaxpr, flow: Inlined) -> Any:
     """An equation whose sub-jaxpr computes the constants among its operands."""
     jaxpr, of_masks, names = inner.opened, [], {}
     for v, i in list(zip(jaxpr.invars, inner.operands, strict=True))[: inner.consts]:
@@ -217,7 +217,7 @@ def contains_all(eqn: Any) -> bool:
         jaxpr = inner.opened
         if jaxpr not in _whole:
             flat = inlined(jaxpr, lambda eqn: True)[0] if _may_contain(jaxpr) else None
-            _whole[jaxpr] = flat is not None and any(True for _ in attentions(Flow(flat)))
+            _whole[jaxpr] = flat is not None and any(True for _ in attentions(Inlined(flat)))
         if _whole[jaxpr]:
             return True
     return False

@@ -18,8 +18,8 @@ from mpjax.inspection.auditing.matmuls import casts_of, findings_of, matmuls_of,
 from mpjax.inspection.auditing.report import PrecisionReport as PrecisionReport
 from mpjax.inspection.auditing.risks import Risk, risks_of
 from mpjax.inspection.devices import device_of, local_device
-from mpjax.inspection.gradient import argument_names
 from mpjax.inspection.reports import reason, totals
+from mpjax.inspection.trials import argument_names
 from mpjax.loss_scale.usage import unscaled_updates
 from mpjax.program import compat, contexts
 from mpjax.program.graph import Site, not_entered, owners_of, walk

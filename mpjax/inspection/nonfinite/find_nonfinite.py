@@ -14,12 +14,12 @@ import numpy as np
 from jax.tree_util import Partial
 
 from mpjax.casting import autocast_disabled
-from mpjax.inspection.gradient import argument_name, trace_to_run
 from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite_but
 from mpjax.inspection.nonfinite.provenance import CodeProbe, Provenance, WatchProbe, code_of, first_fault, watched
 from mpjax.inspection.nonfinite.report import NonFinite as NonFinite
 from mpjax.inspection.nonfinite.report import OperandRange, Symptoms, diagnosis_of
 from mpjax.inspection.reports import array_text
+from mpjax.inspection.trials import argument_name, trace_to_run
 from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
 from mpjax.program.graph import NOBODY, Block, Owners, Site, lay_out, owners_of, walk

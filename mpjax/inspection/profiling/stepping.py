@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax.inspection.gradient import argument_name
 from mpjax.inspection.profiling import profiler_trace
 from mpjax.inspection.reports import array_text, reason
+from mpjax.inspection.trials import argument_name
 
 _EVENTS = "/jax/core/compile/"  # Tracing, lowering and XLA's compilation, as `jax.monitoring` reports them.
 _SHOWN = 4

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.inspection.gradient import Loss, Trial, below_root, scale_state, trace_to_run
 from mpjax.inspection.ranges.activations import Counted, counted
 from mpjax.inspection.ranges.range_statistics import (
     BIAS,
@@ -28,6 +27,7 @@ from mpjax.inspection.ranges.range_statistics import (
 )
 from mpjax.inspection.ranges.report import NumericsReport as NumericsReport
 from mpjax.inspection.ranges.report import Range, Tried
+from mpjax.inspection.trials import Loss, Trial, below_root, scale_state, trace_to_run
 from mpjax.policy import HALF_DTYPES, Policy, get_policy
 from mpjax.program import compat
 from mpjax.program.graph import Block, Site, lay_out, owners_of

@@ -28,7 +28,7 @@ from mpjax.program.tracing import is_array, trace
 SCOPE = "mpjax_in_float32"
 
 
-class Call:
+class CastCall:
     """A traced call under the policy of the session.
 
     Args:

@@ -15,7 +15,7 @@ from mpjax.program.evaluator import bind
 from mpjax.program.primitives import primitive
 
 
-class Flow:
+class Inlined:
     """The dataflow of an open jaxpr without calls."""
 
     def __init__(self, jaxpr: Any, consts: Mapping[Any, Any] = MappingProxyType({})):
