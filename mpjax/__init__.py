@@ -1,4 +1,24 @@
-"""mpjax: mixed precision training for JAX and Flax."""
+"""mpjax: mixed precision training for JAX and Flax.
+
+Which call to use:
+
+    dtypes       autocast(loss_fn, "mixed_bfloat16")        any loss function, of any library; the model is not changed
+                 with_policy(model, "mixed_bfloat16")       a Flax Linen or NNX model, as a model
+                 Policy, get_policy, Rules                  what runs in which dtype
+    float16      dynamic_loss_scale(optax.adamw(1e-3))      an optimizer with a loss scale that skips overflows
+                 value_and_grad(loss_fn, opt_state)         true float32 gradients, scaled inside
+                 apply_gradients(tx, grads, opt_state, params)
+                 keep_if_finite(opt_state, new, old)        batch statistics and other state of a skipped step
+                 check_progress(opt_state)                  on the host: has training diverged?
+    memory       master_weights, kahan, stochastic_rounding (half parameters), low_bit_state (moments in 8 bits)
+    questions    audit: is it on?                           explain: why this dtype?
+                 numerics: does float16 lose my gradients?  find_nonfinite: which operation made the NaN?
+                 layerwise_error, search: which module must stay in float32?
+                 profile: why is it not faster?             parity: does it hurt my training?
+                 watch: the same inside a running step
+
+`python -m mpjax run train.py` needs no change of a script. Each name has an example: `help(mpjax.autocast)`.
+"""
 
 import typing as _typing
 
@@ -42,7 +62,10 @@ if _typing.TYPE_CHECKING:
     from mpjax.loss_scale import unscale as unscale
     from mpjax.loss_scale import value_and_grad as value_and_grad
     from mpjax.modules import with_policy as with_policy
+    from mpjax.optimizer_state import KahanState as KahanState
+    from mpjax.optimizer_state import LowBitState as LowBitState
     from mpjax.optimizer_state import MasterWeightsState as MasterWeightsState
+    from mpjax.optimizer_state import StochasticRoundingState as StochasticRoundingState
     from mpjax.optimizer_state import kahan as kahan
     from mpjax.optimizer_state import low_bit_state as low_bit_state
     from mpjax.optimizer_state import master_weights as master_weights
@@ -71,7 +94,9 @@ else:
             dynamic_loss_scale grad keep_if_finite loss_scale_for restore_if_skipped scale_loss
             static_loss_scale true_cotangents unscale value_and_grad""",
         "modules": "with_policy",
-        "optimizer_state": "MasterWeightsState kahan low_bit_state master_weights stochastic_rounding",
+        "optimizer_state": """
+            KahanState LowBitState MasterWeightsState StochasticRoundingState
+            kahan low_bit_state master_weights stochastic_rounding""",
         "policy": "ExplicitDtypeWarning Policy UnusedOverrideWarning get_policy",
     }
     _HOMES = {name: f"mpjax.{module}" for module, names in _MODULES.items() for name in names.split()}
