@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +15,11 @@ from mpjax.casting.attention.kernel import Trial
 from mpjax.inspection.auditing.communication import Collective, collectives_of_call, device_count
 from mpjax.inspection.auditing.dataflow import Flow, Value, flow_of, residuals_of
 from mpjax.inspection.auditing.matmuls import casts_of, findings_of, matmuls_of, traffic_gain
+from mpjax.inspection.auditing.report import Kept
 from mpjax.inspection.auditing.report import PrecisionReport as PrecisionReport
 from mpjax.inspection.auditing.risks import Risk, risks_of
 from mpjax.inspection.devices import device_of, local_device
-from mpjax.inspection.reports import reason, totals
+from mpjax.inspection.reports import added_up, reason, totals
 from mpjax.inspection.trials import argument_names
 from mpjax.loss_scale.usage import unscaled_updates
 from mpjax.program import compat, contexts
@@ -82,7 +83,7 @@ def audit(
     sites = list(walk(program.jaxpr, owners=owners))
     flow = flow_of(program.jaxpr, owners)
     matmuls = matmuls_of(sites)
-    residuals, notes = _residuals(program, flow, sites)
+    residuals, kept_in, notes = _residuals(program, flow, sites)
     scores = 0 if tpu else _scores(fun, args, kwargs, residuals, sites)
     communication, unknown = _communication(fun, args, kwargs, sites)
     devices = max([device_count((args, kwargs)), *(site.devices for site in sites)])
@@ -92,6 +93,7 @@ def audit(
         findings=findings_of(matmuls, tpu),
         risks=(*_unscaled(scales, sites), *risks_of(flow)),
         residuals=None if residuals is None else totals((v.aval.dtype.name, v.bytes) for v in residuals if v.bytes),
+        kept=_kept(residuals or (), kept_in),
         scores=scores,
         casts=casts_of(sites),
         notes=(*notes, *unknown, *_notes(sites)),
@@ -124,22 +126,35 @@ def _communication(
         return None, [f"communication is not known, because the program can't be compiled here: {reason(error)}"]
 
 
-def _residuals(program: TracedCall, flow: Flow, sites: list[Site]) -> tuple[list[Value] | None, list[str]]:
-    """What is kept for the backward pass. For a function without a backward pass, its gradient is traced."""
+def _kept(residuals: Sequence[Value], flow: Flow) -> tuple[Kept, ...]:
+    """The kept values by the operation that makes them, most bytes first."""
+    makers = {value: node.site for node in flow.all_nodes() for value in node.writes}
+    rows = (
+        ((site.path, site.source, site.name, value.aval.dtype.name), (value.bytes, 1))
+        for value in residuals
+        if value.bytes and (site := makers.get(value)) is not None
+    )
+    found = (Kept(*place, size, count) for place, (size, count) in added_up(rows).items())
+    return tuple(sorted(found, key=lambda row: -row.bytes))
+
+
+def _residuals(program: TracedCall, flow: Flow, sites: list[Site]) -> tuple[list[Value] | None, Flow, list[str]]:
+    """What is kept for the backward pass, and of which program. Without a backward pass, its gradient is traced."""
     if any(site.phase != FORWARD for site in sites):
-        return list(residuals_of(flow)), []
+        return list(residuals_of(flow)), flow, []
     gradient = _gradient(program)
     if gradient is None:
-        return None, [
-            "its gradient was not inspected: the first positional argument or the results have no real numbers"
-        ]
+        note = "its gradient was not inspected: the first positional argument or the results have no real numbers"
+        return None, flow, [note]
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.arrays]
     try:
         with contexts.scaled_losses(()):  # the user did not differentiate it
             traced = compat.trace(gradient, *shapes)
     except Exception as error:  # custom derivative rules may raise any error
-        return None, [f"the function has no gradient: {reason(error)}"]
-    return list(residuals_of(flow_of(traced))), ["kept for the backward pass: for the gradient of the first argument"]
+        return None, flow, [f"the function has no gradient: {reason(error)}"]
+    owners = owners_of(traced, program.names)
+    flow = flow_of(traced, owners)
+    return list(residuals_of(flow)), flow, ["kept for the backward pass: for the gradient of the first argument"]
 
 
 def _scores(fun: Callable[..., Any], args: Any, kwargs: Any, residuals: list[Value] | None, sites: list[Site]) -> int:
@@ -151,7 +166,7 @@ def _scores(fun: Callable[..., Any], args: Any, kwargs: Any, residuals: list[Val
         warnings.simplefilter("ignore")  # The first trace has warned.
         program = traced_call(fun, args, kwargs)
     owners = owners_of(program.jaxpr, argument_names(program, args, kwargs))
-    fused, _ = _residuals(program, flow_of(program.jaxpr, owners), list(walk(program.jaxpr, owners=owners)))
+    fused, _, _ = _residuals(program, flow_of(program.jaxpr, owners), list(walk(program.jaxpr, owners=owners)))
     # Arrays with an element for each score of an attention that is fused, for all layers of a scan or all devices.
     kept, needed = (
         collections.Counter(v.bytes for v in values if any(v.aval.size % count == 0 for count in trial.scores))

@@ -16,6 +16,7 @@ from mpjax.inspection.devices import DEVICES, device_of
 from mpjax.inspection.reports import Report, Section, added_up, amount, duration, folded, totals
 from mpjax.program.source import BACKWARD, FORWARD, RECOMPUTED
 
+_FEW = 5  # rows of what keeps most memory
 _PHASES = (FORWARD, RECOMPUTED, BACKWARD)
 # Short names for narrow table columns.
 _OPS = {
@@ -24,6 +25,25 @@ _OPS = {
     "ragged_dot_general": "ragged_dot",
     "convert_element_type": "cast",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Values of one operation that are kept for the backward pass.
+
+    Args:
+        module, source, op: The module path, the line and the primitive that makes them.
+        dtype: Their dtype.
+        bytes: Their size, of one iteration in a loop and of one device in a `shard_map`.
+        count: Their number.
+    """
+
+    module: str
+    source: str
+    op: str
+    dtype: str
+    bytes: int
+    count: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +64,7 @@ class PrecisionReport(Report):
         device: The device in "Speed at most", as `speedup_bound` takes it; empty if there is none to report on.
         min_half: The share of FLOPs in half below which `failure` is not empty; None for none.
         tpu: Whether it runs on a TPU, which multiplies float32 in bfloat16 passes.
+        kept: What `residuals` counts, by module, line and operation, most bytes first.
         traffic: By how much the program's memory traffic is smaller than in float32, at most 2.
         scores: Bytes of `residuals` that are scores of attention, which `Rules(attention="fused")` doesn't keep.
 
@@ -68,6 +89,7 @@ class PrecisionReport(Report):
     min_half: float | None = None
     tpu: bool = False
     scores: int = 0
+    kept: tuple[Kept, ...] = ()
     traffic: float = 2.0
 
     main = "matmuls"
@@ -150,13 +172,23 @@ class PrecisionReport(Report):
     def sections(self) -> list[Section]:
         """The sections of the printed report."""
         kept = [*_residual_lines(self.residuals, self.devices), *self._score_lines()]
-        memory = Section("Memory and casts", "\n".join([*kept, *_cast_lines(self.casts)]))
+        text = "\n".join([*kept, *_cast_lines(self.casts)])
+        memory = Section("Memory and casts", text, "kept by|line|op|dtype|>bytes|>share", self._kept(), shown=_FEW)
         notes = [Section("Notes", "\n".join(self.notes))] if self.notes else []
         sent = [] if self.communication is None else [communication_section(self.communication)]
         if not self.matmuls:
             return [Section(self.title, "no matmul or convolution"), self._risks(), memory, *sent, *notes]
         speed = [self._speed()] if self.device else []
         return [self._flops(), self._findings(), self._risks(), self._places(), memory, *sent, *speed, *notes]
+
+    def _kept(self) -> list[tuple[str, ...]]:
+        names, total = folded(row.module for row in self.kept), sum(row.bytes for row in self.kept)
+        rows = totals(
+            ((names[row.module] or "-", row.source, _OPS.get(row.op, row.op), row.dtype), row.bytes)
+            for row in self.kept
+        )
+        ranked = sorted(rows.items(), key=lambda pair: -pair[1])
+        return [(*place, amount(size, "B"), f"{size / total:.1%}") for place, size in ranked]
 
     def _score_lines(self) -> list[str]:
         """What fused attention would save."""

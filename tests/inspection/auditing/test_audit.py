@@ -443,3 +443,18 @@ def test_repeated_keys_and_values_are_no_scores():
     for _ in range(2):  # the second trial does not find the first one's trace
         audited = mpjax.audit(jax.jit(jax.grad(mpjax.autocast(grouped, "mixed_bfloat16"))), q, k, k)
         assert audited.scores == 2 * 4 * 64 * 64 * 2
+
+
+def test_what_is_kept_for_the_backward_pass_has_the_line_that_makes_it():
+    def loss(w, x):
+        with jax.named_scope("large"):
+            h = jnp.exp(jnp.concatenate([x] * 4) @ w)
+        with jax.named_scope("small"):
+            return jnp.mean(jnp.sin(x @ w)) + jnp.mean(h)
+
+    report = mpjax.audit(jax.grad(loss), shape(64, 64, dtype=F32), shape(128, 64, dtype=F32))
+    assert sum(row.bytes for row in report.kept) <= sum(report.residuals.values())
+    first = report.kept[0]
+    assert (first.module, first.bytes) == ("large", 4 * 128 * 64 * 4)
+    assert first.source.startswith("test_audit.py:")
+    assert str(report).split("kept by")[1].splitlines()[2].startswith("large")
