@@ -79,7 +79,8 @@ def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, An
         args, kwargs = jax.tree.unflatten(tree, filled)
         returned = fun(*args, **kwargs)
         outs, out_tree = jax.tree.flatten(returned, is_leaf=is_stateful)
-        places = [_place(out, merged) for out in outs]
+        paths = {id(x): path for path, x in _attributes(merged).items()} if contains_state(outs) else {}
+        places = [paths.get(id(out), _NEW) if is_stateful(out) else None for out in outs]
         new = [out for out, place in zip(outs, places, strict=True) if place == _NEW]
         made["new"], new_state = nnx.split(tuple(new)) if new else (None, None)
         made["graph"], state_after = nnx.split(merged)
@@ -96,8 +97,9 @@ def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, An
         elif jax.tree.leaves(state):
             nnx.update(objects, state)
         new = iter(nnx.merge(made["new"], new_state) if made["new"] is not None else ())
+        known = _attributes(objects) if any(made["places"]) else {}
         filled = [
-            out if place is None else next(new) if place == _NEW else objects[place]
+            out if place is None else next(new) if place == _NEW else known[place]
             for out, place in zip(outs, made["places"], strict=True)
         ]
         return jax.tree.unflatten(made["tree"], filled)
@@ -119,7 +121,7 @@ def with_values(inputs: Any, variables: Sequence[Any], values: Sequence[Any], ar
     return nnx.from_flat_state(list(flat.items())), rest
 
 
-_NEW = -1
+_NEW = (None,)  # in place of a path
 
 
 def is_leaf(x: Any) -> bool:
@@ -150,37 +152,36 @@ def _same(arrays: list[Any], before: list[Any] | None) -> bool:
 
 
 def _grow(objects: tuple[Any, ...], graph: Any, paths: Sequence[Any], changed: Any) -> None:
-    """Updates objects of the caller to which the function added Variables (`sow`), or from which it removed some."""
+    """Updates objects of the caller whose attributes the function changed, other than the values of Variables."""
     from flax import nnx
 
-    before = dict(nnx.to_flat_state(nnx.state(objects)))
-    arrays = before | dict(nnx.to_flat_state(changed))
+    before, after = (dict(nnx.to_flat_state(state)) for state in (nnx.state(objects), changed))
+    arrays = before | after
+    nnx.update(objects, nnx.from_flat_state([(path, x) for path, x in after.items() if path in before]))
     grown = nnx.merge(graph, nnx.from_flat_state([(path, arrays[path]) for path in paths]))
-    for path in set(before) - set(paths):
-        parent, name = _parent(objects, path)
-        delattr(parent, name)
-    nnx.update(objects, nnx.from_flat_state([(path, x) for path, x in nnx.to_flat_state(changed) if path in before]))
-    for path in paths:
-        if path not in before:
-            parent, name = _parent(objects, path)
-            if not hasattr(parent, name):
-                setattr(parent, name, getattr(_parent(grown, path)[0], name))
+    _become_like(_attributes(objects), _attributes(grown))
 
 
-def _parent(node: Any, path: Sequence[Any]) -> tuple[Any, Any]:
-    """The deepest existing object on a path, and the next key of the path."""
-    for key in path[:-1]:
-        inner = (
-            node[key] if isinstance(node, (tuple, list, dict)) or not isinstance(key, str) else getattr(node, key, None)
-        )
-        if inner is None:
-            return node, key
-        node = inner
-    return node, path[-1]
+def _become_like(mine: dict[Any, Any], theirs: dict[Any, Any]) -> None:
+    """Gives NNX objects the attributes of others; both by path, with all attributes below."""
+    from flax import nnx
+
+    for path in mine.keys() - theirs.keys():
+        if is_nnx_object(mine.get(path[:-1])) and path[:-1] in theirs:
+            delattr(mine[path[:-1]], path[-1])
+    for path in sorted(theirs, key=len):
+        old, new, parent = mine.get(path, _NEW), theirs[path], mine.get(path[:-1])
+        if type(old) is type(new) and (contains_state(new) or hasattr(new, "shape") or old == new):
+            continue  # Values of arrays are updated with those of Variables.
+        if is_nnx_object(parent):
+            setattr(parent, str(path[-1]), nnx.data(new) if contains_state(new) else new)
+        elif isinstance(parent, (dict, list)):
+            parent[path[-1]] = new
 
 
-def _place(out: Any, merged: Sequence[Any]) -> int | None:
-    """The index of the NNX argument that an output is; `_NEW` for another NNX object, None for anything else."""
-    if not is_stateful(out):
-        return None
-    return next((i for i, x in enumerate(merged) if x is out), _NEW)
+def _attributes(objects: Any) -> dict[Any, Any]:
+    """All objects and attributes below some objects, by path."""
+    from flax import nnx
+
+    found = ((path, x) for path, x in nnx.iter_graph(objects) if path)
+    return {path: x for path, x in found if not str(path[-1]).startswith("_pytree__")}
