@@ -26,7 +26,7 @@ import optax
 import mpjax
 from mpjax.loss_scale import replicas, transformation, trees
 from mpjax.loss_scale.cotangents import unscale_by
-from mpjax.modules import layers
+from mpjax.modules.params import cast
 from mpjax.optimizer_state import low_bit, rounding
 from testing.random_training import Rejected, check, numbered_case
 
@@ -56,13 +56,13 @@ def _advanced(state: Any, like: Any, right: Any = trees.cast_like) -> Any:
     return jax.tree.map(lambda x: x + 1 if is_count(x) else x, right(state, like))
 
 
-def _narrowed(tree: Any, dtype: Any, right: Any = layers.cast) -> Any:
+def _narrowed(tree: Any, dtype: Any, right: Any = cast) -> Any:
     return right(right(tree, jnp.dtype(jnp.bfloat16)), dtype)
 
 
 def _rounded_at_entry(model: Any, policy: Any, right: Any = mpjax.with_policy) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *layers.cast(layers.cast(args, jnp.dtype(jnp.bfloat16)), jnp.dtype("float32")), **kwargs)
+        return original(self, *cast(cast(args, jnp.dtype(jnp.bfloat16)), jnp.dtype("float32")), **kwargs)
 
     model = right(model, policy)
     original = type(model).__call__

@@ -281,6 +281,10 @@ class Policy(jmp.Policy):
                 return policy
         return self
 
+    def without_overrides(self) -> Policy:
+        """This policy for every path."""
+        return dataclasses.replace(self, overrides=()) if self.overrides else self
+
     def with_output_dtype(self, output_dtype: Any) -> Policy:
         """This policy with another output dtype."""
         own = (self.param_dtype, self.compute_dtype, output_dtype, self.overrides, self.reduce_dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import types
@@ -20,14 +19,15 @@ from mpjax.casting.infer import plan_function
 from mpjax.casting.lattice import FULL, TRACED
 from mpjax.casting.plan import Plan
 from mpjax.casting.policies import is_enabled, setting_of
+from mpjax.casting.regions import in_region
 from mpjax.casting.rewrite import array_for, run_closed, values_of
 from mpjax.casting.rules import Rules
 from mpjax.casting.setting import Region, Setting
 from mpjax.kernels import unscaled
 from mpjax.policy import Policy, get_policy
-from mpjax.program import compat, contexts
+from mpjax.program import compat
 from mpjax.program.graph import owners_of, passes_of
-from mpjax.program.source import BACKWARD, MARK, SCALED
+from mpjax.program.source import BACKWARD, SCALED
 from mpjax.program.tracing import TracedCall, functional, trace
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -47,11 +47,11 @@ def plan_program(program: TracedCall, setting: Setting, with_owners: bool = Fals
     prepare.remember(jaxpr, consts)
     if with_owners:
         setting = dataclasses.replace(setting, owners=owners_of(jaxpr, program.names))
-    plan = plan_function(jaxpr, setting)
+    plan = plan_function(jaxpr, setting, program.arrays)
     if plan.counts.cast or setting.plans_rules:
         return plan
     # Only a derivative rule may have a matmul.
-    return plan_function(jaxpr, dataclasses.replace(setting, plans_rules=True))
+    return plan_function(jaxpr, dataclasses.replace(setting, plans_rules=True), program.arrays)
 
 
 def run_program(program: TracedCall, planned: Plan, mark: Callable[[Any], Any] | None = None) -> Any:
@@ -158,11 +158,7 @@ def autocast(fun: Any = None, policy: Any = "mixed_float16", *, rules: Rules | N
         checks.check_inputs(program, policy)
         checks.check_device(setting)
         checks.check_plan(plan)
-        mark = mark_of(program, plan)
-        # An outer autocast leaves this plan's decisions alone.
-        inside = jax.named_scope(MARK + Region.PLANNED) if contexts.planning.value else contextlib.nullcontext()
-        with inside, compat.present_primitives():
-            return finish(run_program(program, plan, mark))
+        return finish(run_planned(program, plan))
 
     vars(wrapped)[_ATTRIBUTE] = Autocast(wrapped, fun, policy, rules)
     return wrapped
@@ -185,6 +181,12 @@ def _not_a_function(fun: Any) -> TypeError:
             f"autocast({fun!r}): the function comes first; a decorator is @mpjax.autocast(policy={fun!r})."
         )
     return TypeError(f"autocast({fun!r}): a {kind} is not a function; give the loss function itself.")
+
+
+def run_planned(program: TracedCall, plan: Plan) -> Any:
+    """Runs a planned function on the arrays it was traced with. An outer autocast leaves the plan's decisions alone."""
+    with in_region(Region.PLANNED), compat.present_primitives():
+        return run_program(program, plan, mark_of(program, plan))
 
 
 _ATTRIBUTE = "__mpjax_autocast__"

@@ -64,10 +64,19 @@ def plan_jaxpr(jaxpr: Any, ins: tuple[Inferred | None, ...], wanted: tuple[Use, 
     return known[key]
 
 
-def plan_function(jaxpr: Any, setting: Setting) -> Plan:
-    """The plan of a jaxpr whose inputs are castable, and whose outputs are returned in float32."""
+def plan_function(jaxpr: Any, setting: Setting, arrays: Sequence[Any] = ()) -> Plan:
+    """The plan of a jaxpr whose inputs are castable, and whose outputs are returned in float32.
+
+    Args:
+        jaxpr: The jaxpr.
+        setting: Half dtype, rules, region.
+        arrays: Its inputs, if some of those that it was traced for as float32 are half.
+    """
     opened = compat.open_jaxpr(jaxpr).jaxpr
-    ins = tuple(PARAMETER if tracked(v) else None for v in opened.invars)
+    dtypes = [x.dtype for x in arrays] or [v.aval.dtype for v in opened.invars]
+    storages = (HALF if dtype == setting.half else FULL for dtype in dtypes)
+    given = zip(opened.invars, storages, strict=True)
+    ins = tuple(Inferred(PARAMETER.level, storage) if tracked(v) else None for v, storage in given)
     wanted = tuple(RESULT if tracked(v) else Use.READ for v in opened.outvars)
     return plan_jaxpr(opened, ins, wanted, setting)
 

@@ -23,6 +23,11 @@ from mpjax.program.source import MARK
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def in_region(region: Region) -> contextlib.AbstractContextManager[Any]:
+    """The scope of a region, while a program is traced to be planned."""
+    return jax.named_scope(MARK + region) if contexts.planning.value else contextlib.nullcontext()
+
+
 def _region(name: Region, fun: F) -> F:
     @functools.wraps(fun)
     def marked(*args: Any, **kwargs: Any) -> Any:

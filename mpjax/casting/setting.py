@@ -60,6 +60,7 @@ class Setting:
         invariants: The number of leading inputs that are the same in all iterations of a loop with this body.
         in_rule: Whether the program is a derivative rule. Rules nested in it are planned only when differentiated,
             because a rule may call its own function (relu's does).
+        keeps_carries: Whether the carry of a loop keeps float32 if it starts from inputs, parameters or constants.
         plans_rules: Whether derivative rules are planned with the program, for its report and for the user's rules that
             match inside; otherwise when JAX differentiates the program, if they can wait.
         path: The module path. Set only if a rule reads it, so that plans are otherwise shared between paths.
@@ -76,6 +77,7 @@ class Setting:
     looped: bool = False
     invariants: int = 0
     in_rule: bool = False
+    keeps_carries: bool = False
     plans_rules: bool = False
     path: str = ""
     owners: Owners = NOBODY
@@ -86,7 +88,7 @@ class Setting:
 
     @functools.cached_property
     def _hash(self) -> int:
-        flags = (self.recompute, self.folded, self.looped, self.invariants, self.in_rule)
+        flags = (self.recompute, self.folded, self.looped, self.invariants, self.in_rule, self.keeps_carries)
         return hash((self.half, self.rules, self.region, flags, self.path, self.owners))
 
     @property

@@ -15,38 +15,36 @@ M = TypeVar("M")
 def with_policy(model: M, policy: str | jmp.Policy | Policy) -> M:
     """Sets a precision policy on a Flax model. Returns a model of the same kind with the same parameters.
 
-    These rules apply to every layer, at its path such as `Block_0/Dense_1`:
+    Every call of the model runs under `autocast`, over the model's variables and arguments:
 
-    1. It computes in the compute dtype of `policy.for_path(path)`, unless it has an explicit `dtype`.
-       An explicit dtype wins. A single `ExplicitDtypeWarning` then lists the layers that stay wider than the compute
-       dtype, with their share of the matmul FLOPs. `Policy(..., override_dtypes=True)` overrides explicit dtypes.
-    2. Its matmuls, convolutions and lookups cast what they read, and nothing else is cast. Token ids, timesteps,
-       masks, carries and results of the model's own code keep the dtype that this code gives them. Matmuls in a
-       module's own code run in the compute dtype if they read a parameter or a half value.
-    3. Normalisation layers (every class whose name ends in `Norm`) and embedding lookups compute in float32, with
-       float32 parameters and statistics, and their output is cast.
-    4. The state of a recurrent cell (every subclass of `RNNCellBase`) and the carry of a loop over modules keep
-       their dtype, which is float32 by Flax's default. The gates of Flax's own cells are float32. The backward pass
-       recomputes them from the half matmuls, so that they are not stored.
-    5. The output of an overridden module is cast to its override's output dtype (float32 results of its own code
-       stay), and the output of the model to the policy's.
+    1. Matmuls and convolutions run in the compute dtype, those of a module's own code too. Statistics, exponentials,
+       sums and whatever no matmul reads are float32. Activations are stored in half, and float32 arithmetic between
+       matmuls is recomputed from them. Matmuls that read no parameter (Fourier features) stay float32.
+    2. Nothing is cast at a module's boundary, because the code of the modules is traced as that of the float32 model.
+       Token ids, timesteps, masks and results keep the dtype that this code gives them. So does the carry of a loop
+       that starts from inputs, parameters or constants, such as the state of a recurrent cell.
+    3. A layer with an explicit `dtype` keeps it, and so do the layers in it. A single `ExplicitDtypeWarning` then lists
+       the layers that stay wider than the compute dtype, with their share of the matmul FLOPs.
+       `Policy(..., override_dtypes=True)` overrides explicit dtypes.
+    4. A module whose path, such as `Block_0/Dense_1`, matches an override computes in the override's compute dtype,
+       with everything in it.
+    5. The output of the model is cast to the output dtype.
 
     Parameters have the names, shapes, values and dtype of the float32 model, so checkpoints are
     interchangeable. If the policy's param dtype is half (O2, O3), float32 parameters are cast to it when they are
-    created. Under O2 those of normalisation layers stay float32. Statistics (`batch_stats`) stay float32.
+    created. Under O2 those of normalisation layers (every class whose name ends in `Norm`) stay float32. Statistics
+    (`batch_stats`) stay float32, and decoding caches have the compute dtype.
 
-    A module's own code reads its float32 parameters as arrays with JAX's weak type. Such a parameter takes the dtype
-    of what it meets: `h * scale` is half if `h` is, and float32 if `h` is. Any other float32 array promotes a half
-    operand, as in any JAX program, even under strict promotion: a constant that the code makes, an input of the
-    model. Functions with a custom derivative rule and Pallas kernels are not entered: cast what their matmuls read.
+    A call is traced, as by `jax.jit`, so Python control flow can't depend on the values of arrays. `init` is not: it
+    runs in float32. What changes autocast applies inside a model too: `half_function`, `float_function`,
+    `autocast_disabled`, `MPJAX_AUTOCAST=0`.
 
     Args:
         model: A Linen or NNX module. A Linen model is configuration and is not changed, except one
             made inside another module's method, which is already part of that module and is changed
             in place. An NNX model is cloned: same arrays, new variables. The `dtype` of the model itself
             (a field or constructor argument that it passes on to its layers, often float32 by default)
-            counts as explicit only if it differs from that default. An NNX method may assign to variables,
-            but not to parameters, of which it sees copies.
+            counts as explicit only if it differs from that default.
         policy: Anything that `get_policy` accepts. An override pattern that matches no module or parameter path
             causes an `UnusedOverrideWarning`: for Linen when the model is initialised or called, for NNX here.
 
@@ -59,8 +57,7 @@ def with_policy(model: M, policy: str | jmp.Policy | Policy) -> M:
 
     Raises:
         TypeError: `model` is not a Flax module, or it is a class.
-        ValueError: `policy` is not a policy, or has float8 matmuls, which only `autocast` has. When called: an NNX
-            method assigned to a parameter, of which it sees a copy.
+        ValueError: `policy` is not a policy, or has float8 matmuls, which only `autocast` has.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, mpjax
@@ -68,8 +65,8 @@ def with_policy(model: M, policy: str | jmp.Policy | Policy) -> M:
         >>> params = jax.jit(model.init)(jax.random.key(0), jnp.ones((1, 4)))
         >>> params["params"]["layers_0"]["kernel"].dtype
         dtype('float32')
-        >>> "f16[1,4]" in str(jax.make_jaxpr(model.apply)(params, jnp.ones((1, 4))))
-        True
+        >>> mpjax.audit(model.apply, params, jnp.ones((1, 4))).flops
+        {'float16': 96}
 
     Source: Keras's `Layer.dtype_policy` and Haiku's `hk.mixed_precision.set_policy`, for Flax.
     """
@@ -87,7 +84,7 @@ def with_policy(model: M, policy: str | jmp.Policy | Policy) -> M:
         from mpjax.modules import linen, nnx
 
         if isinstance(model, flax.linen.Module):
-            return linen.with_policy(model, policy, nnx.set_policy)
+            return linen.with_policy(model, policy)
         if isinstance(model, flax.nnx.Module):
             return nnx.with_policy(model, policy)
     raise _not_a_flax_module(model)

@@ -465,6 +465,12 @@ def in_scopes_of(eqn: Any, around: Any) -> Any:
     return eqn.replace(source_info=info.replace(name_stack=stack))
 
 
+def add_scope(eqn: Any, name: str) -> None:
+    """Puts an equation of a new program into a further named scope."""
+    info = eqn.source_info
+    eqn.source_info = info.replace(name_stack=info.name_stack.extend(name))
+
+
 def with_sub_jaxpr(eqn: Any, old: Any, new: Any) -> Any:
     """An equation with another open jaxpr in place of one of its sub-jaxprs, open or closed."""
 
@@ -802,16 +808,6 @@ def live_equations(names: Sequence[str]) -> list[tuple[dict[str, Any], list[Any]
 def example(aval: Any, dtype: Any = None) -> Any:
     """An argument to trace with, given its abstract value and, optionally, another dtype."""
     return aval if dtype is None or dtype == aval.dtype else aval.update(dtype=dtype, weak_type=False)
-
-
-def yielding(x: Any) -> Any:
-    """The array with a weak type: its dtype yields to that of any other array."""
-    return _convert_element_type(x, x.dtype, weak_type=True)
-
-
-def yields(x: Any) -> bool:
-    """Whether a value is an array with a weak type."""
-    return isinstance(x, jax.Array) and bool(getattr(jax.typeof(x), "weak_type", False))
 
 
 def is_inlined(params: dict[str, Any]) -> bool:

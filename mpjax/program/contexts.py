@@ -20,10 +20,10 @@ attention_trial: Any = jax.make_user_context(None)
 # backward rules of a scaled loss, which receive scaled cotangents.
 IN_RULE = "rule"
 scaled_losses: Any = jax.make_user_context(None)
-# How the running layer of a model with a policy reads its parameters; None if as they are.
-layer_reading: Any = jax.make_user_context(None)
 # The innermost running Linen model with a policy.
 linen_call: Any = jax.make_user_context(None)
+# The policy of the running model, and the dtype in which its running code computes; None outside of such models.
+precision: Any = jax.make_user_context(None)
 # The number of the launcher's trace around the code. JAX caches the traces of functions, such as the body of a `scan`,
 # and a gradient in one reads the state of the trace around it.
 launcher_trace: Any = jax.make_user_context(None)

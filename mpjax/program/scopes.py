@@ -33,24 +33,35 @@ class _Named:
 
 
 @contextlib.contextmanager
-def module_scope(module: Any, seen_as: Any = None) -> Iterator[None]:
+def module_scope(module: Any, name: str = "") -> Iterator[None]:
     """Opens the named scope of one call of a module.
-
-    The scope is the path of the module in its caller. If that path is unknown, as for the model itself and for a copy
-    made by a transformation such as `nnx.scan`, it is the name of the module's class.
 
     Args:
         module: The called module.
-        seen_as: The object on which its code runs, if it is another one.
+        name: The scope, if the module is a copy of the called one; else `scope_name(module)`.
     """
-    caller = _caller.get()
-    name = None if caller is None else _path_in(caller, module)
-    token = _caller.set(module if seen_as is None else seen_as)
+    name = name or scope_name(module)
+    token = _caller.set(module)
     try:
-        with jax.named_scope(name or type(module).__name__):
+        with jax.named_scope(name):
             yield
     finally:
         _caller.reset(token)
+
+
+def scope_name(module: Any) -> str:
+    """The path of a module in its caller.
+
+    If that path is unknown, as for the model itself and for a copy made by a transformation such as `nnx.scan`, it is
+    the name of the module's class.
+    """
+    caller = _caller.get()
+    return (None if caller is None else _path_in(caller, module)) or type(module).__name__
+
+
+def running_module() -> Any:
+    """The module whose method is running; None outside of modules with scopes."""
+    return _caller.get()
 
 
 @contextlib.contextmanager

@@ -31,6 +31,14 @@ def is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
+def struct_of(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
+    """The shape and sharding of an array, with another dtype."""
+    aval = jax.typeof(x)
+    sharding = None if aval.sharding.mesh.empty else aval.sharding
+    types = {} if sharding is None else {"sharding": sharding, "manual_axis_type": aval.manual_axis_type}
+    return jax.ShapeDtypeStruct(aval.shape, dtype, **types)
+
+
 def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], half: np.dtype | None) -> TracedCall:
     """Traces a call. Arguments and results that are not arrays stay outside the program.
 
@@ -115,29 +123,7 @@ def scopes_of_modules(tree: Any) -> contextlib.AbstractContextManager[None]:
     return named_modules(tree) if contexts.planning.value else contextlib.nullcontext()
 
 
-# Running operations of code that is being traced, or of a jaxpr, in another way.
-
-
-def retraced(jaxpr: Any, fun: Callable[..., Any]) -> Any:
-    """A jaxpr of `fun` with the types of another jaxpr, to be put in its place. That one if it takes references."""
-    opened = compat.open_jaxpr(jaxpr).jaxpr
-    ins, outs = ([v.aval for v in each] for each in (opened.invars, opened.outvars))
-    if not all(map(compat.is_shaped, (*ins, *outs))):
-        return jaxpr
-
-    def typed(*args: Any) -> list[Any]:
-        return [compat.with_weak_type(jax.numpy.asarray(x), aval) for x, aval in zip(fun(*args), outs, strict=True)]
-
-    replacement = jax.make_jaxpr(typed)(*map(_struct, ins))
-    if hasattr(jaxpr, "consts"):
-        return replacement
-    return compat.open_jaxpr(replacement).jaxpr if not compat.open_jaxpr(replacement).consts else jaxpr
-
-
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    sharding = None if aval.sharding.mesh.empty else aval.sharding
-    types = {} if sharding is None else {"sharding": sharding, "manual_axis_type": aval.manual_axis_type}
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, **types)
+# Running operations of code that is being traced in another way.
 
 
 class _Intercepted:
@@ -162,28 +148,7 @@ def intercepted(concerns: Callable[..., bool], bind: Callable[..., Any]) -> Iter
 
     Functions under `jit` and loops arrive as one operation, with their jaxpr. Custom derivative rules do not arrive.
     """
-    with compat.set_current_trace(_Intercepted(_trace_below(), concerns, bind)):
-        yield
-
-
-def _trace_below() -> Any:
     trace = compat.trace_ctx.trace
-    return trace.below if type(trace) is _Intercepted else trace
-
-
-# What the frame of a loop's body, and of a body under `jax.checkpoint`, is traced for.
-_LOOPS, _RECOMPUTED = ("scan", "flax scan", "while_body", "fori_loop"), ("checkpoint / remat", "checkpoint", "remat")
-
-
-def body_of_loop() -> Any:
-    """The trace of a loop's body if that is what JAX is tracing, `jax.checkpoint` aside; else None."""
-    trace = _trace_below()
-    while traced_for(trace) in _RECOMPUTED:
-        trace = trace.parent_trace.below if type(trace.parent_trace) is _Intercepted else trace.parent_trace
-    return trace if traced_for(trace) in _LOOPS else None
-
-
-def traced_for(trace: Any) -> str | None:
-    """What a trace is for, such as "jit" or "scan"; None if it is not of a whole function."""
-    frame = getattr(trace, "frame", None)
-    return getattr(frame.debug_info, "traced_for", None) if frame else None
+    below = trace.below if type(trace) is _Intercepted else trace
+    with compat.set_current_trace(_Intercepted(below, concerns, bind)):
+        yield

@@ -187,7 +187,7 @@ def _keeps_float32(level: Level, use: Use, body: SubJaxpr, i: int, setting: Sett
         i: Its index in the carry.
         setting: The setting of the body.
     """
-    if level == Level.INPUT and use & Use.RETURNED:
+    if (level == Level.INPUT and use & Use.RETURNED) or (setting.keeps_carries and level <= Level.COMPUTED):
         return body.opened.invars[body.consts + i] is not body.opened.outvars[i]
     added = added_to(body, i)
     if level == Level.ZERO or (level <= Level.COMPUTED and added == Added.STEP):
