@@ -183,12 +183,10 @@ class PrecisionReport(Report):
 
     def _kept(self) -> list[tuple[str, ...]]:
         names, total = folded(row.module for row in self.kept), sum(row.bytes for row in self.kept)
-        rows = totals(
-            ((names[row.module] or "-", row.source, _OPS.get(row.op, row.op), row.dtype), row.bytes)
-            for row in self.kept
-        )
+        place = lambda row: (names[row.module] or "-", row.source, _OPS.get(row.op, row.op), row.dtype)  # noqa: E731
+        rows = totals((place(row), row.bytes) for row in self.kept)
         ranked = sorted(rows.items(), key=lambda pair: -pair[1])
-        return [(*place, amount(size, "B"), f"{size / total:.1%}") for place, size in ranked]
+        return [(*where, amount(size, "B"), f"{size / total:.1%}") for where, size in ranked]
 
     def _score_lines(self) -> list[str]:
         """What fused attention would save."""
