@@ -76,7 +76,8 @@ def matmul_flops(eqn: Any) -> int:
     out = math.prod(eqn.outvars[0].aval.shape)
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        return 2 * out * math.prod(lhs.shape[d] for d in contracted)
+        length = math.prod(lhs.shape[d] for d in contracted)
+        return 2 * out * length if length > 1 else 0  # A product of numbers sums nothing.
     if eqn.primitive.name == "conv_general_dilated":
         numbers = eqn.params["dimension_numbers"]
         window = math.prod(rhs.shape[d] for d in numbers.rhs_spec[2:])

@@ -6,6 +6,9 @@ reaches a logarithm, an index, a decomposition, a difference of near-equal numbe
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,7 +28,10 @@ Draw = Callable[..., Any]
 
 
 class Kind(NamedTuple):
-    """A loss function with its parameters and its batch."""
+    """A loss function with its parameters and its batch.
+
+    The loss may take the precision of those matmuls that careful authors keep in float32, `exact`.
+    """
 
     loss: Loss
     params: Any
@@ -49,7 +55,10 @@ def gradient(loss: Loss) -> Loss:
 def error_of_by_hand(kind: Kind, cast: Callable[[Loss], Loss], half: Any) -> float:
     """The error of a cast program's gradient against float64, divided by that of careful casts by hand."""
     args = jax.tree.leaves((kind.params, kind.batch))
-    plain = jax.make_jaxpr(gradient(kind.loss))(kind.params, kind.batch)
+    careful = kind.loss
+    if "exact" in inspect.signature(kind.loss).parameters:
+        careful = functools.partial(kind.loss, **{"exact": "highest"})
+    plain = jax.make_jaxpr(gradient(careful))(kind.params, kind.batch)
     exact = evaluate(plain, args)
     by_hand = evaluate(plain, args, as_typed, casts=casts_by_hand(half))
     found = evaluate(jax.make_jaxpr(gradient(cast(kind.loss)))(kind.params, kind.batch), args, as_typed)
@@ -58,7 +67,7 @@ def error_of_by_hand(kind: Kind, cast: Callable[[Loss], Loss], half: Any) -> flo
 
 def dense(draw: Any, *sizes: int, scale: float = 1.0) -> list[Any]:
     """The weights of an MLP."""
-    return [draw(a, b, scale=scale * a**-0.5) for a, b in zip(sizes, sizes[1:], strict=False)]
+    return [draw(a, b, scale=scale * a**-0.5) for a, b in itertools.pairwise(sizes)]
 
 
 def mlp(weights: Any, x: Any) -> Any:
@@ -246,7 +255,7 @@ def cart_pole(draw: Draw) -> Any:
 
     def loss(p: Any, state: Any) -> Any:
         def step(state: Any, _: Any) -> Any:
-            x, v, angle, w = (state[:, i] for i in range(4))
+            v, angle, w = (state[:, i] for i in (1, 2, 3))
             force = jnp.tanh(mlp(p, state))[:, 0]
             s, c = jnp.sin(angle), jnp.cos(angle)
             pushed = force + 0.05 * w**2 * s
@@ -274,7 +283,9 @@ def ffjord(draw: Draw) -> Any:
                 return mlp(p, jnp.concatenate([x, jnp.full((x.shape[0], 1), t)], -1))
 
             dx = field(x)
-            trace = sum(jax.jvp(field, (x,), (jnp.broadcast_to(d, x.shape),))[1][:, i] for i, d in enumerate(directions))
+            trace = sum(
+                jax.jvp(field, (x,), (jnp.broadcast_to(d, x.shape),))[1][:, i] for i, d in enumerate(directions)
+            )
             return (x + 0.02 * dx, log_det + 0.02 * trace), None
 
         (x, log_det), _ = lax.scan(step, (x, jnp.zeros(x.shape[0])), jnp.arange(50) * 0.02)
@@ -369,6 +380,59 @@ def diffusion_sampler(draw: Draw) -> Any:
     return loss, dense(draw, 5, 16, 4), (draw(8, 4), draw(30, 8, 4))
 
 
+@kind
+def steps_of_an_encoded_state(draw: Draw) -> Any:
+    """Steps of one map from an activation, without a scan."""
+    params = {"encoder": draw(6, 8, scale=0.4), "field": dense(draw, 8, 16, 8), "out": draw(8, 1)}
+
+    def loss(p: Any, batch: Any) -> Any:
+        x, y = batch
+        z = x @ p["encoder"]
+        for _ in range(60):
+            z = z + 0.02 * mlp(p["field"], z)
+        return jnp.mean((z @ p["out"] - y) ** 2)
+
+    return loss, params, (draw(8, 6), draw(8, 1))
+
+
+@kind
+def inner_training_on_batches(draw: Draw) -> Any:
+    """Gradient descent in a scan, on another batch in each step, from learned parameters."""
+
+    def loss(p: Any, batch: Any) -> Any:
+        xs, x2 = batch
+
+        def inner(p: Any, x: Any) -> Any:
+            return jnp.mean((mlp(p, x) - jnp.sin(x[:, :1])) ** 2)
+
+        def step(p: Any, x: Any) -> Any:
+            return jax.tree.map(lambda w, g: w - 0.02 * g, p, jax.grad(inner)(p, x)), None
+
+        return inner(lax.scan(step, p, xs)[0], x2)
+
+    return loss, dense(draw, 3, 16, 2), (draw(40, 8, 3), draw(8, 3))
+
+
+@kind
+def fast_weights(draw: Draw) -> Any:
+    """Linear attention as a recurrence: a matrix that decays, and to which each token adds."""
+    params = [draw(8, 8, scale=0.35) for _ in range(3)]
+
+    def loss(p: Any, batch: Any) -> Any:
+        x, y = batch
+        q, k, v = (x @ w for w in p)
+
+        def step(state: Any, token: Any) -> Any:
+            q, k, v = token
+            state = 0.99 * state + k[:, :, None] * v[:, None]
+            return state, jnp.einsum("bk,bkv->bv", q, state)
+
+        _, out = lax.scan(step, jnp.zeros((4, 8, 8)), (q, k, v))
+        return jnp.mean((out / 10 - y) ** 2)
+
+    return loss, params, (draw(100, 4, 8, scale=0.5), draw(100, 4, 8))
+
+
 # Logarithms, roots and differences near a singularity, beside a matmul that reads the same value.
 
 
@@ -434,8 +498,11 @@ def hyperbolic_embedding(draw: Draw) -> Any:
     def loss(p: Any, batch: Any) -> Any:
         x, y = batch
         z = x @ p["w"]
-        z = 0.97 * jnp.tanh(jnp.sqrt(jnp.sum(z**2, -1, keepdims=True) + 1e-6)) * z / jnp.sqrt(
-            jnp.sum(z**2, -1, keepdims=True) + 1e-6
+        z = (
+            0.97
+            * jnp.tanh(jnp.sqrt(jnp.sum(z**2, -1, keepdims=True) + 1e-6))
+            * z
+            / jnp.sqrt(jnp.sum(z**2, -1, keepdims=True) + 1e-6)
         )
         edge = 1 - jnp.sum(z**2, -1)
         gap = jnp.sum((z - jnp.roll(z, 1, 0)) ** 2, -1)
@@ -477,9 +544,9 @@ def sampling_grid(draw: Draw) -> Any:
     grid = np.stack([*np.meshgrid(axis, axis), np.ones((16, 16), np.float32)]).reshape(3, -1)
     params = {"theta": np.array([[0.9, 0.1, 0.05], [-0.1, 0.8, 0.02]], np.float32), "w": draw(3, 8)}
 
-    def loss(p: Any, batch: Any) -> Any:
+    def loss(p: Any, batch: Any, exact: Any = None) -> Any:
         image, grid, y = batch
-        xy = (p["theta"] @ grid).T
+        xy = jnp.matmul(p["theta"], grid, precision=exact).T
         return jnp.mean((jnp.tanh(sample(image, (xy + 1) * 31.5) @ p["w"]) - y) ** 2)
 
     return loss, params, (smooth_image(draw, 64, 3), grid, draw(256, 8))
@@ -491,9 +558,9 @@ def homography(draw: Draw) -> Any:
     points = np.stack([*np.meshgrid(axis, axis), np.ones((16, 16), np.float32)], -1).reshape(-1, 3)
     params = {"h": np.array([[0.95, 0.02, 1], [0.01, 1.0, 0.5], [1e-4, -2e-4, 1]], np.float32), "w": draw(3, 8)}
 
-    def loss(p: Any, batch: Any) -> Any:
+    def loss(p: Any, batch: Any, exact: Any = None) -> Any:
         image, points, y = batch
-        moved = points @ p["h"].T
+        moved = jnp.matmul(points, p["h"].T, precision=exact)
         return jnp.mean((jnp.tanh(sample(image, moved[:, :2] / moved[:, 2:]) @ p["w"]) - y) ** 2)
 
     return loss, params, (smooth_image(draw, 64, 3), points, draw(256, 8))
@@ -517,10 +584,10 @@ def _rotary(angles_of: Any) -> Any:
         params = {"q": draw(16, 16, scale=0.25), "k": draw(16, 16, scale=0.25), "v": draw(16, 16, scale=0.25)}
         inverse = (10000.0 ** (-np.arange(8) / 8)).astype(np.float32)
 
-        def loss(p: Any, batch):
+        def loss(p: Any, batch: Any, exact: Any = None) -> Any:
             x, y, start = batch
             positions = (jnp.arange(x.shape[0]) + start).astype(jnp.float32)
-            angles = angles_of(positions, inverse)
+            angles = angles_of(positions, inverse, exact)
             sin, cos = jnp.sin(angles), jnp.cos(angles)
 
             def rotate(z: Any) -> Any:
@@ -537,13 +604,15 @@ def _rotary(angles_of: Any) -> Any:
 
 @kind
 def rotary_angles_by_einsum(draw: Draw) -> Any:
-    return _rotary(lambda positions, inverse: jnp.einsum("i,j->ij", positions, inverse))(draw)
+    return _rotary(lambda positions, inverse, exact: jnp.einsum("i,j->ij", positions, inverse, precision=exact))(draw)
 
 
 @kind
 def rotary_angles_by_matmul(draw: Draw) -> Any:
     """As Hugging Face writes it."""
-    return _rotary(lambda positions, inverse: (inverse[:, None] @ positions[None]).T)(draw)
+    return _rotary(lambda positions, inverse, exact: jnp.matmul(inverse[:, None], positions[None], precision=exact).T)(
+        draw
+    )
 
 
 @kind
@@ -552,9 +621,9 @@ def fourier_features(draw: Draw) -> Any:
     params = {"w": dense(draw, 16, 32, 1)}
     frequencies = draw(1, 8, scale=30.0)
 
-    def loss(p: Any, batch: Any) -> Any:
+    def loss(p: Any, batch: Any, exact: Any = None) -> Any:
         t, y = batch
-        angles = t @ frequencies
+        angles = jnp.matmul(t, frequencies, precision=exact)
         return jnp.mean((mlp(p["w"], jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)) - y) ** 2)
 
     return loss, params, (draw(32, 1), draw(32, 1))
@@ -567,10 +636,10 @@ def fourier_features(draw: Draw) -> Any:
 def labels_through_a_permutation(draw: Draw) -> Any:
     """Targets above 256, permuted by a matmul, that are looked up."""
 
-    def loss(p: Any, batch: Any) -> Any:
+    def loss(p: Any, batch: Any, exact: Any = None) -> Any:
         order, ids, y = batch
         permutation = jax.nn.one_hot(order, order.shape[0])
-        moved = (permutation @ ids.astype(jnp.float32)[:, None])[:, 0]
+        moved = jnp.matmul(permutation, ids.astype(jnp.float32)[:, None], precision=exact)[:, 0]
         return jnp.mean((p["table"][moved.astype(jnp.int32)] @ p["w"] - y) ** 2)
 
     rng = np.random.default_rng(1)
@@ -582,10 +651,10 @@ def labels_through_a_permutation(draw: Draw) -> Any:
 def regression_targets_from_ids(draw: Draw) -> Any:
     """Counts above 256 through a one-hot matmul, used as numbers."""
 
-    def loss(p: Any, batch: Any) -> Any:
+    def loss(p: Any, batch: Any, exact: Any = None) -> Any:
         x, group, counts = batch
         which = (group[:, None] == jnp.arange(4)[None]).astype(jnp.float32)
-        target = which.T @ counts.astype(jnp.float32)[:, None]
+        target = jnp.matmul(which.T, counts.astype(jnp.float32)[:, None], precision=exact)
         return jnp.mean((which.T @ jnp.tanh(x @ p["w"]) @ p["v"] - target / 1000) ** 2)
 
     rng = np.random.default_rng(1)
@@ -598,12 +667,12 @@ def expert_slots(draw: Draw) -> Any:
     """Places in the buffers of experts from a cumulative sum by `tril`, for 600 tokens."""
     params = {"router": draw(8, 4), "experts": draw(4, 8, 8, scale=0.3)}
 
-    def loss(p: Any, batch: Any) -> Any:
+    def loss(p: Any, batch: Any, exact: Any = None) -> Any:
         x, y = batch
         gates = jax.nn.softmax(x @ p["router"])
         choice = jax.nn.one_hot(jnp.argmax(gates, -1), 4)
         tokens, capacity = x.shape[0], 200
-        place = (jnp.tril(jnp.ones((tokens, tokens))) @ choice - 1) * choice
+        place = (jnp.matmul(jnp.tril(jnp.ones((tokens, tokens))), choice, precision=exact) - 1) * choice
         kept = (place < capacity) * choice
         slot = jax.nn.one_hot(jnp.sum(place * kept, -1).astype(jnp.int32), capacity)
         dispatch = kept[:, :, None] * slot[:, None]
@@ -621,23 +690,23 @@ def expert_slots(draw: Draw) -> Any:
 def cholesky_of_a_gram_matrix(draw: Draw) -> Any:
     """A Gaussian process with a deep kernel."""
 
-    def loss(p: Any, batch: Any) -> Any:
+    def loss(p: Any, batch: Any, exact: Any = None) -> Any:
         x, y = batch
         f = jnp.tanh(x @ p["w"])
-        factor = jnp.linalg.cholesky(f @ f.T + 1e-2 * jnp.eye(x.shape[0]))
+        factor = jnp.linalg.cholesky(jnp.matmul(f, f.T, precision=exact) + 1e-2 * jnp.eye(x.shape[0]))
         z = jax.scipy.linalg.solve_triangular(factor, y, lower=True)
-        return jnp.sum(z**2) + jnp.sum(jnp.log(jnp.diag(factor)))
+        return jnp.mean(z**2) + jnp.mean(jnp.log(jnp.diag(factor)))
 
     return loss, {"w": draw(4, 8)}, (draw(24, 4), draw(24, 1))
 
 
 @kind
 def whitening(draw: Draw) -> Any:
-    def loss(p: Any, batch: Any) -> Any:
+    def loss(p: Any, batch: Any, exact: Any = None) -> Any:
         x, y = batch
         h = jnp.tanh(x @ p["w"])
         h = h - h.mean(0)
-        factor = jnp.linalg.cholesky(h.T @ h / x.shape[0] + 1e-4 * jnp.eye(8))
+        factor = jnp.linalg.cholesky(jnp.matmul(h.T, h, precision=exact) / x.shape[0] + 1e-4 * jnp.eye(8))
         white = jax.scipy.linalg.solve_triangular(factor, h.T, lower=True).T
         return jnp.mean((white @ p["v"] - y) ** 2)
 
@@ -648,10 +717,11 @@ def whitening(draw: Draw) -> Any:
 def ridge_regression(draw: Draw) -> Any:
     """The last layer of each task in closed form."""
 
-    def loss(p: Any, batch: Any) -> Any:
+    def loss(p: Any, batch: Any, exact: Any = None) -> Any:
         x, y, x2, y2 = batch
         f, f2 = jnp.tanh(x @ p), jnp.tanh(x2 @ p)
-        head = jnp.linalg.solve(f.T @ f + 1e-2 * jnp.eye(8), f.T @ y)
+        gram, moments = (jnp.matmul(f.T, z, precision=exact) for z in (f, y))
+        head = jnp.linalg.solve(gram + 1e-2 * jnp.eye(8), moments)
         return jnp.mean((f2 @ head - y2) ** 2)
 
     return loss, draw(4, 8), (draw(24, 4), draw(24, 2), draw(24, 4), draw(24, 2))
@@ -659,8 +729,8 @@ def ridge_regression(draw: Draw) -> Any:
 
 @kind
 def log_determinant(draw: Draw) -> Any:
-    def loss(p: Any, x: Any) -> Any:
+    def loss(p: Any, x: Any, exact: Any = None) -> Any:
         f = jnp.tanh(x @ p)
-        return -jnp.linalg.slogdet(f.T @ f / x.shape[0] + 1e-3 * jnp.eye(8))[1]
+        return -jnp.linalg.slogdet(jnp.matmul(f.T, f, precision=exact) / x.shape[0] + 1e-3 * jnp.eye(8))[1]
 
     return loss, draw(4, 8), draw(64, 4)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.casting.classify import BY_PRECISION, OPAQUE
+from mpjax.casting.classify import BY_PRECISION, EXACT, OPAQUE
 from mpjax.casting.plan import Plan
 from mpjax.casting.rows import Row, rows_of
 from mpjax.casting.rules import UnusedRuleWarning
@@ -115,6 +115,12 @@ def check_plan(plan: Plan) -> None:
         )
     elif hidden:
         _warn(f"autocast:{hidden}")
+    if in_float32.exact > _MUCH_EXACT:
+        _warn(
+            f"autocast: {in_float32.exact:.0%} of the FLOPs of matmuls and convolutions stay in float32, because "
+            f"indices, counts or a decomposition depend on all of their bits. {in_float32}. Where half is accurate "
+            "enough, mpjax.half_function around them chooses it. See mpjax.explain(fun, *args)."
+        )
     if counts.loops:
         _warn(
             f"autocast keeps the loop at {' and at '.join(sorted(counts.loops))} in float32: values that its matmuls "
@@ -149,6 +155,7 @@ def _hidden(places: Iterable[str]) -> str:
 
 
 _MUCH = 0.2  # of the FLOPs of a program's matmuls
+_MUCH_EXACT = 0.05
 
 
 @dataclasses.dataclass
@@ -158,15 +165,17 @@ class _InFloat32:
     Args:
         causes: For each primitive and reason, the number of runs.
         share: The share of all FLOPs that neither the user's rules and regions nor their size explain.
+        exact: The share of all FLOPs of those whose result must be exact.
     """
 
     causes: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
     share: float = 0.0
+    exact: float = 0.0
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> _InFloat32:
         causes: dict[tuple[str, str], int] = {}
-        unasked = total = 0
+        unasked = exact = total = 0
         for row in rows:
             if row.rule or not row.flops:
                 continue
@@ -174,7 +183,8 @@ class _InFloat32:
             if "float32" in row.dtypes_in:
                 causes[row.op, row.why] = causes.get((row.op, row.why), 0) + row.count
                 unasked += row.flops * row.why.startswith((OPAQUE, BY_PRECISION))
-        return cls(causes, unasked / max(total, 1))
+                exact += row.flops * row.why.startswith(EXACT)
+        return cls(causes, unasked / max(total, 1), exact / max(total, 1))
 
     def __str__(self) -> str:
         return "; ".join(f"{count} {op} ({_reason(op, why)})" for (op, why), count in self.causes.items())
@@ -182,4 +192,4 @@ class _InFloat32:
 
 def _reason(op: str, why: str) -> str:
     way_out = f", which Rules(allow=[{op!r}]) overrides" if why.startswith(BY_PRECISION) else ""
-    return why.removeprefix(f"{OPAQUE} ") + way_out
+    return why.removeprefix(f"{OPAQUE} ").removeprefix(f"{EXACT} ") + way_out

@@ -12,14 +12,14 @@ from mpjax.casting.setting import AS_TRACED, IN_FLOAT32, IN_HALF, Region, Settin
 from mpjax.casting.tolerance import ends_at_tolerance
 from mpjax.program import compat
 from mpjax.program.graph import paths_of
-from mpjax.program.primitives import Op, primitive
+from mpjax.program.primitives import Op, is_product, primitive
 from mpjax.program.source import MARK, SCALED, TRUE, join, module_of, scopes
 
 # Small whole powers are products of the input with itself and need no more range than `mul`.
 _HARMLESS_POWERS = frozenset({2, 3})
 
 # How the reasons of float32 that the user may not know of begin.
-BY_PRECISION, OPAQUE = "the program requests", "opaque:"
+BY_PRECISION, OPAQUE, EXACT = "the program requests", "opaque:", "exact:"
 
 
 class Listing(NamedTuple):
@@ -83,6 +83,9 @@ def _div(eqn: Any) -> Listing | None:
     return _LISTINGS[Op.INFER] if isinstance(eqn.invars[1], compat.Literal) else None
 
 
+_PRODUCT = Listing(Op.INFER, "a product, which sums nothing")
+
+
 def _gather(eqn: Any) -> Listing | None:
     return _LISTINGS[Op.MOVE] if eqn.params.get("unique_indices") else None
 
@@ -93,6 +96,8 @@ def _broadcast(eqn: Any) -> Listing | None:
 
 
 def _matmul(eqn: Any) -> Listing | None:
+    if is_product(eqn):
+        return _PRODUCT
     precision = eqn.params.get("precision")
     # JAX's global precision setting is not the author's choice for this matmul.
     if precision is None or precision == compat.default_matmul_precision():

@@ -12,9 +12,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.attention.prepare import prepared
-from mpjax.casting.classify import OPAQUE, UNTIL_TOLERANCE, Listing
+from mpjax.casting.classify import EXACT, OPAQUE, UNTIL_TOLERANCE, Listing
 from mpjax.casting.lattice import (
     FULL,
     HALF,
@@ -27,11 +29,13 @@ from mpjax.casting.lattice import (
     exact_in_half,
     literal_level,
     made_from,
+    softened,
 )
 from mpjax.casting.plan import NOTHING, Action, MatmulCounts, Plan, Step, is_left_alone
 from mpjax.casting.remat import with_regions
 from mpjax.casting.scaled import Decision, decide
 from mpjax.casting.setting import AS_TRACED, IN_FLOAT32, IN_HALF, Region, Setting, tracked
+from mpjax.casting.updates import is_step
 from mpjax.casting.uses import RESULT, Use, is_needed, uses
 from mpjax.kernels.tpu import selects
 from mpjax.kernels.weight_gradients import is_pointwise
@@ -39,7 +43,7 @@ from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
 from mpjax.program.derivative_rules import closed_over, closes_over_tracers
 from mpjax.program.graph import may_hold_matmuls, paths_of, site_of, sub_jaxprs, walk
-from mpjax.program.primitives import MATMULS, Op, primitive
+from mpjax.program.primitives import MATMULS, Op, is_product, primitive
 from mpjax.program.source import join, module_of, source_line
 
 _cache: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDictionary()
@@ -120,6 +124,13 @@ class Inference:
             return Inferred(literal_level(v, self.setting.half), FULL)
         return self.values[v]
 
+    def operand(self, v: Any) -> Inferred | None:
+        """The inferred dtype of a value, for consumers on the infer list."""
+        value = self.value(v)
+        if value is None or isinstance(v, compat.Literal):
+            return value
+        return value._replace(level=softened(value.level, self.use(v)))
+
     def use(self, v: Any) -> Use:
         """The uses of a value."""
         return self.uses.get(v, Use.NONE)
@@ -167,6 +178,8 @@ class Inference:
         assert value is not None
         if value.storage == HALF or isinstance(v, compat.Literal) or not _only_half(self.use(out)):
             return value
+        if value.integers:
+            return value  # They may need all bits, and their cast costs no memory.
         if value.level == Level.PINNED or (self.setting.rules.weight_gradients != "half" and castable(value)):
             return value  # Cast a parameter after the move, so that the move's gradient stays float32.
         return Inferred(Level.HALF if value.level == Level.FLOAT else value.level, HALF)
@@ -185,9 +198,10 @@ class Inference:
         if step.action is Action.SKIP:
             self.values.update((v, Inferred(Level.COMPUTED, FULL)) for v in eqn.outvars if tracked(v))
             return step
+        integers = self._keeps_integers(eqn)
         for v, value in zip(eqn.outvars, step.outs, strict=True):
             if value is not None:
-                self.values[v] = value
+                self.values[v] = value._replace(integers=integers or value.integers)
                 self.unchanged &= value.storage != HALF
         return step
 
@@ -205,9 +219,20 @@ class Inference:
             return Step(eqn, Action.BIND, reads, (None,) * len(eqn.outvars), "no float32", listing)
         return _BY_LIST[listing.op](self, eqn, listing)
 
+    def is_integer(self, v: Any) -> bool:
+        """Whether an operand holds integers by construction."""
+        if isinstance(v, compat.Literal):
+            value = np.asarray(v.val)
+            return bool(np.all(np.floor(value) == value)) if compat.is_inexact(v.aval) else True
+        return self.values[v].integers if tracked(v) else not compat.is_inexact(v.aval)
+
+    def _keeps_integers(self, eqn: Any) -> bool:
+        """Whether the results of an equation are integers by construction."""
+        return primitive(eqn.primitive.name).keeps_integers and all(map(self.is_integer, eqn.invars))
+
     def level(self, eqn: Any) -> Level:
         """The level of a result that depends on all inputs of an equation."""
-        levels = [value.level for value in map(self.value, eqn.invars) if value is not None]
+        levels = [value.level for value in map(self.operand, eqn.invars) if value is not None]
         if not levels:
             return made_from(eqn)
         level = max(levels)
@@ -278,7 +303,7 @@ def _only_half(use: Use) -> bool:
 
 
 def _counts_of(step: Step) -> MatmulCounts:
-    is_matmul = step.eqn.primitive.name in MATMULS and step.action is not Action.SKIP
+    is_matmul = step.eqn.primitive.name in MATMULS and not is_product(step.eqn) and step.action is not Action.SKIP
     left_alone, hides = is_left_alone(step), not step.listing.region and may_hold_matmuls(step.eqn)
     if not is_matmul and not left_alone and not hides and step.inner is None and step.listing.entry is None:
         return NOTHING
@@ -309,7 +334,7 @@ def _counts_of(step: Step) -> MatmulCounts:
 
 
 def _is_float32_matmul(eqn: Any) -> bool:
-    return eqn.primitive.name in MATMULS and any(map(tracked, eqn.invars))
+    return eqn.primitive.name in MATMULS and not is_product(eqn) and any(map(tracked, eqn.invars))
 
 
 def _smaller_operands(eqn: Any) -> tuple[int, ...]:
@@ -340,6 +365,9 @@ def _allow(inference: Inference, eqn: Any, listing: Listing) -> Step:
     )
     if mixed or not any(map(tracked, eqn.invars)):
         return inference.in_float32(eqn, listing, Level.FLOAT, "its operands have other dtypes")
+    chosen = listing.entry is not None or listing.region in IN_HALF or inference.setting.rules.level == "half"
+    if not chosen and all(map(inference.is_integer, eqn.invars)):
+        return inference.in_float32(eqn, listing, Level.COMPUTED, f"{EXACT} its operands are integers")
     why = eqn.params["options"].kind if eqn.primitive is ATTENTION else listing.why
     return inference.in_half(eqn, listing, Level.HALF, why)
 
@@ -363,7 +391,14 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     if listing.region == Region.PROMOTE:
         values = map(inference.value, eqn.invars)
         level = Level.FLOAT if any(x and x.level != Level.HALF for x in values) else level
-    if row.join and inference.only_half(eqn) and level != Level.PINNED and not _joins_parameters(inference, eqn, level):
+    whole = all(map(inference.is_integer, eqn.invars))
+    if (
+        row.join
+        and inference.only_half(eqn)
+        and level != Level.PINNED
+        and not whole
+        and not _joins_parameters(inference, eqn, level)
+    ):
         return inference.in_half(eqn, listing, min(level, Level.HALF), f"{why}: only its half value is read")
     if eqn.params.get("out_dtype") is not None:
         return inference.in_float32(eqn, listing, _activation(level), "the user fixed its output dtype")
@@ -372,9 +407,11 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     if level == Level.HALF and exact and not inference.used(eqn) & Use.HALF:
         return inference.in_float32(eqn, listing, Level.HALF, f"{why}: half activation, exact near saturation")
     used = inference.used(eqn)
+    if level == Level.HALF and row.adds and _updates_input(inference, eqn):
+        return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: updates an input of the program")
     if level == Level.HALF and used & Use.AMPLIFIED and used & Use.ANY_HALF:
         return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: its rounding would be amplified")
-    if level == Level.HALF and used & Use.HALF and used & Use.FLOAT:
+    if level == Level.HALF and used & Use.HALF and used & Use.FLOAT and not used & Use.MAY_HALF:
         return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: a float32 operation reads it too")
     if level == Level.HALF and used & Use.ANY_HALF:
         return inference.in_half(eqn, listing, Level.HALF, f"{why}: half activation")
@@ -383,6 +420,15 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     if level == Level.FLOAT:
         return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: float32 activation")
     return inference.in_float32(eqn, listing, level, f"{why}: parameters and inputs only")
+
+
+def _updates_input(inference: Inference, eqn: Any) -> bool:
+    """Whether it adds a multiple of a function of an input, or of what is computed from inputs only, to that input."""
+    return any(
+        x is not None and castable(x) and is_step(inference.jaxpr, eqn, v)
+        for v, x in ((v, inference.value(v)) for v in eqn.invars)
+        if not isinstance(v, compat.Literal)
+    )
 
 
 def _joins_parameters(inference: Inference, eqn: Any, level: Level) -> bool:
@@ -398,7 +444,7 @@ def _joins_parameters(inference: Inference, eqn: Any, level: Level) -> bool:
 
 
 def _wide(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    levels = [value.level for value in map(inference.value, eqn.invars) if value is not None]
+    levels = [value.level for value in map(inference.operand, eqn.invars) if value is not None]
     level = max(levels, default=Level.COMPUTED)
     if level == Level.INPUT:
         level = Level.COMPUTED
@@ -410,7 +456,12 @@ def _wide(inference: Inference, eqn: Any, listing: Listing) -> Step:
         return _replicate(inference, eqn, listing)
     if level == Level.COMPUTED and _looks_up_activations(eqn):
         level = Level.LOOKED_UP
-    if _repeats(eqn) and level in (Level.COMPUTED, Level.LOOKED_UP) and inference.only_half(eqn):
+    if (
+        _repeats(eqn)
+        and not inference.is_integer(eqn.invars[0])
+        and level in (Level.COMPUTED, Level.LOOKED_UP)
+        and inference.only_half(eqn)
+    ):
         return _half_lookup(inference, eqn, listing, FULL)
     if eqn.primitive.name == "gather" and level >= Level.HALF and not pinned and inference.only_half(eqn):
         return _half_lookup(inference, eqn, listing, HALF)

@@ -48,10 +48,17 @@ TRACED, FULL, HALF = Storage.TRACED, Storage.FULL, Storage.HALF
 
 
 class Inferred(NamedTuple):
-    """The level and the storage dtype of a float32 value of the traced program."""
+    """The level and the storage dtype of a float32 value of the traced program.
+
+    Args:
+        level: Its level.
+        storage: Its storage dtype.
+        integers: Whether it holds integers by construction: counts, masks, labels, permutations.
+    """
 
     level: Level
     storage: Storage
+    integers: bool = False
 
 
 PARAMETER = Inferred(Level.INPUT, FULL)
@@ -65,6 +72,14 @@ def storage_of(inferred: Inferred | None) -> Storage:
 def join(a: Level, b: Level) -> Level:
     """Least upper bound of two levels. Two different levels join to at least COMPUTED."""
     return a if a == b else max(a, b, Level.COMPUTED)
+
+
+def softened(level: Level, use: Use) -> Level:
+    """The level for consumers on the infer list: what a half operation reads as well counts as half for all.
+
+    Then it is stored once. Unless one of them amplifies its rounding: it is read unrounded, and stored twice.
+    """
+    return Level.HALF if level == Level.FLOAT and use & Use.HALF and not use & Use.AMPLIFIED else level
 
 
 def at_boundary(value: Inferred, use: Use) -> Inferred:

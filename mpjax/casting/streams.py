@@ -52,14 +52,17 @@ def _adds_arrays(eqn: Any) -> bool:
 
 def _moved(jaxpr: Any) -> dict[Any, Any]:
     """The operand of each equation that passes it on whole: a reshape, a sharding constraint, a name."""
-    return {
-        eqn.outvars[0]: eqn.invars[0]
-        for eqn in jaxpr.eqns
-        if len(eqn.invars) == len(eqn.outvars) == 1
+    return {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if is_moved_whole(eqn)}
+
+
+def is_moved_whole(eqn: Any) -> bool:
+    """Whether an equation passes on its one operand, with all elements."""
+    return (
+        len(eqn.invars) == len(eqn.outvars) == 1
         and primitive(eqn.primitive.name).op is Op.MOVE
         and not isinstance(eqn.invars[0], compat.Literal)
         and compat.numel(eqn.invars[0].aval) == compat.numel(eqn.outvars[0].aval)
-    }
+    )
 
 
 def _source(v: Any, moved: Mapping[Any, Any]) -> Any:

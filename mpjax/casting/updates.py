@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mpjax.casting.streams import is_moved_whole, residual_additions
 from mpjax.program import compat
 from mpjax.program.graph import SubJaxpr, sub_jaxprs
 from mpjax.program.primitives import MATMULS, Op, primitive
@@ -24,7 +25,7 @@ class Added(enum.IntEnum):
     STEP = 2  # A multiple by a number, such as a learning rate.
 
 
-class Inlined(NamedTuple):
+class Contents(NamedTuple):
     """What a value contains and depends on.
 
     Args:
@@ -51,7 +52,7 @@ class Flows(NamedTuple):
             operand depends on.
     """
 
-    outs: tuple[Inlined, ...]
+    outs: tuple[Contents, ...]
     products: tuple[tuple[int, frozenset[int]], ...]
 
 
@@ -67,11 +68,11 @@ def flows(jaxpr: Any) -> Flows:
 
 
 def _flows(jaxpr: Any) -> Flows:
-    of = {v: Inlined({i: Added.NOTHING}, frozenset((i,)), i) for i, v in enumerate(jaxpr.invars)}
+    of = {v: Contents({i: Added.NOTHING}, frozenset((i,)), i) for i, v in enumerate(jaxpr.invars)}
     products: list[tuple[int, frozenset[int]]] = []
 
-    def flow(v: Any) -> Inlined:
-        known = Inlined() if isinstance(v, compat.Literal) else of.get(v, Inlined())
+    def flow(v: Any) -> Contents:
+        known = Contents() if isinstance(v, compat.Literal) else of.get(v, Contents())
         return known._replace(number=known.number or not compat.is_shaped(v.aval) or compat.numel(v.aval) == 1)
 
     for eqn in jaxpr.eqns:
@@ -86,7 +87,7 @@ def _flows(jaxpr: Any) -> Flows:
     return Flows(tuple(map(flow, jaxpr.outvars)), tuple(products))
 
 
-def _products(eqn: Any, operands: Sequence[Inlined]) -> list[tuple[int, frozenset[int]]]:
+def _products(eqn: Any, operands: Sequence[Contents]) -> list[tuple[int, frozenset[int]]]:
     """The pairs of a matmul. A vector for each element of a batch is no map: it has no dimension of its own."""
     maps = [True, True]
     if eqn.primitive.name == "dot_general":
@@ -96,25 +97,26 @@ def _products(eqn: Any, operands: Sequence[Inlined]) -> list[tuple[int, frozense
     return [(x.moved, other.inputs) for x, other, is_map in pairs if is_map and x.moved is not None]
 
 
-def _result(eqn: Any, read: Sequence[Inlined]) -> Inlined:
+def _result(eqn: Any, read: Sequence[Contents]) -> Contents:
     row = primitive(eqn.primitive.name)
     inputs = frozenset().union(*(x.inputs for x in read))
     arrays = [x for x in read if not x.number]
     if not arrays:
-        return Inlined(inputs=inputs, number=row.elementwise or row.moves or row.whole or row.exact)
+        return Contents(inputs=inputs, number=row.elementwise or row.moves or row.whole or row.exact)
     scales = bool(row.linear) and row.elementwise and len(arrays) == 1
     moves = row.moves or row.whole
+    moved = arrays[0].moved if moves and len(read) == 1 else None  # not a slice that an index chooses
     if not (scales or moves or row.accumulates or row.join):
-        return Inlined(inputs=inputs)
+        return Contents(inputs=inputs)
     added = Added.NOTHING
     if row.adds and len(arrays) > 1:
         added = Added.STEP if any(x.scaled for x in arrays) else Added.TERM
     first = arrays[0]
     scaled = (scales and len(read) > 1) or (first.scaled and len(arrays) == 1)
-    return Inlined(_merged(arrays, added), inputs, first.moved if moves else None, scaled=scaled)
+    return Contents(_merged(arrays, added), inputs, moved, scaled=scaled)
 
 
-def _merged(read: Sequence[Inlined], added: Added) -> dict[int, Added]:
+def _merged(read: Sequence[Contents], added: Added) -> dict[int, Added]:
     merged: dict[int, Added] = {}
     for x in read:
         for i, before in x.terms.items():
@@ -122,15 +124,15 @@ def _merged(read: Sequence[Inlined], added: Added) -> dict[int, Added]:
     return merged
 
 
-def _through(eqn: Any, read: Sequence[Inlined], products: list[tuple[int, frozenset[int]]]) -> list[Inlined]:
+def _through(eqn: Any, read: Sequence[Contents], products: list[tuple[int, frozenset[int]]]) -> list[Contents]:
     """The flows of an equation's outputs, given those of its operands; adds the products inside."""
-    outs = [Inlined() for _ in eqn.outvars]
+    outs = [Contents() for _ in eqn.outvars]
     for sub in sub_jaxprs(eqn):
         inside = flows(sub.jaxpr)
 
-        def operand(i: int, sub: SubJaxpr = sub) -> Inlined:
+        def operand(i: int, sub: SubJaxpr = sub) -> Contents:
             number = sub.operands[i]
-            return Inlined() if number is None else read[number]
+            return Contents() if number is None else read[number]
 
         def depends(inputs: frozenset[int]) -> frozenset[int]:
             return frozenset().union(*(operand(i).inputs for i in inputs))
@@ -142,8 +144,8 @@ def _through(eqn: Any, read: Sequence[Inlined], products: list[tuple[int, frozen
         if len(inside.outs) != len(outs):  # the condition of a `while`
             continue
         for k, out in enumerate(inside.outs):
-            parts = [Inlined(_merged([operand(i)], added)) for i, added in out.terms.items()]
-            outs[k] = Inlined(
+            parts = [Contents(_merged([operand(i)], added)) for i, added in out.terms.items()]
+            outs[k] = Contents(
                 _merged([outs[k], *parts], Added.NOTHING),
                 outs[k].inputs | depends(out.inputs),
                 None if out.moved is None or primitive(eqn.primitive.name).loop else operand(out.moved).moved,
@@ -165,3 +167,92 @@ def is_one_map(body: SubJaxpr) -> bool:
     end = body.consts + body.carry
     multiplied = {i for i, others in flows(body.jaxpr).products if any(body.consts <= j < end for j in others)}
     return any(i < body.consts for i in multiplied) and not any(i >= end for i in multiplied)
+
+
+# Outside of loops: the additions of a program.
+
+
+_REPEATS = 2  # A layer may well use a parameter twice; an unrolled loop uses it more often.
+
+
+def repeated_updates(jaxpr: Any) -> frozenset[Any]:
+    """The residual additions that are steps of one map, as an unrolled loop has them.
+
+    Between two such additions, matmuls multiply by no input that they did not multiply by in earlier steps. Each layer
+    of a network has parameters of its own.
+    """
+    jaxpr = compat.open_jaxpr(jaxpr).jaxpr
+    if jaxpr not in _repeated:
+        _repeated[jaxpr] = _repeated_updates(jaxpr)
+    return _repeated[jaxpr]
+
+
+_repeated: weakref.WeakKeyDictionary[Any, frozenset[Any]] = weakref.WeakKeyDictionary()
+
+
+def _repeated_updates(jaxpr: Any) -> frozenset[Any]:
+    additions = residual_additions(jaxpr)
+    if len(additions) < 2:
+        return frozenset()
+    factors: dict[Any, frozenset[Any]] = {}  # the inputs that matmuls multiplied by, since the last addition
+    seen: dict[Any, frozenset[Any]] = {}  # and before it
+    repeats: dict[Any, int] = {}  # how many of its additions repeat an earlier one
+    chain: dict[Any, tuple[Any, ...]] = {}  # the additions of the sum that a value is
+    origin: dict[Any, Any] = {v: v for v in jaxpr.invars}
+    found: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        read = [v for v in eqn.invars if not isinstance(v, compat.Literal)]
+        if is_moved_whole(eqn):
+            known: dict[Any, Any]
+            for known in (origin, seen, repeats, chain):
+                known.update({eqn.outvars[0]: known[read[0]]} if read[0] in known else {})
+        multiplied = frozenset().union(*(factors.get(v, frozenset()) for v in read), _factors(eqn, origin))
+        if eqn.outvars and eqn.outvars[0] in additions:
+            stream = min(read, key=lambda v: len(factors.get(v, frozenset())))
+            step, before = multiplied - factors.get(stream, frozenset()), seen.get(stream, frozenset())
+            seen[eqn.outvars[0]] = before | step
+            chain[eqn.outvars[0]] = (*chain.get(stream, ()), eqn.outvars[0])
+            repeats[eqn.outvars[0]] = repeats.get(stream, 0) + (bool(step) and step <= before)
+            if repeats[eqn.outvars[0]] >= _REPEATS:
+                found.update(chain[eqn.outvars[0]])
+                chain[eqn.outvars[0]] = (eqn.outvars[0],)
+        elif multiplied:
+            factors.update((v, multiplied) for v in eqn.outvars)
+    return frozenset(found)
+
+
+def _factors(eqn: Any, origin: Mapping[Any, Any]) -> set[Any]:
+    """The inputs of a program, moved or not, by which the matmuls of an equation multiply."""
+    if eqn.primitive.name in MATMULS:
+        read = eqn.invars[:2]
+    else:
+        read = [
+            eqn.invars[sub.operands[i]]
+            for sub in sub_jaxprs(eqn)
+            for i, _ in flows(sub.jaxpr).products
+            if sub.operands[i] is not None
+        ]
+    return {origin[v] for v in read if not isinstance(v, compat.Literal) and v in origin}
+
+
+def is_step(jaxpr: Any, eqn: Any, v: Any) -> bool:
+    """Whether a residual addition adds a multiple of a function of one of its operands to it, `x - rate * f(x)`."""
+    if eqn.outvars[0] not in residual_additions(jaxpr):
+        return False
+    made_by = {out: other for other in jaxpr.eqns for out in other.outvars}
+    waiting, known = [w for w in eqn.invars if w is not v], {v}
+    if not any(w in made_by and _scales(made_by[w]) for w in waiting if not isinstance(w, compat.Literal)):
+        return False
+    while waiting:
+        w = waiting.pop()
+        if w is v:
+            return True
+        if not isinstance(w, compat.Literal) and w not in known:
+            known.add(w)
+            waiting += made_by[w].invars if w in made_by else ()
+    return False
+
+
+def _scales(eqn: Any) -> bool:
+    row = primitive(eqn.primitive.name)
+    return bool(row.linear) and row.elementwise and any(compat.numel(v.aval) == 1 for v in eqn.invars)

@@ -7,15 +7,18 @@ Uses propagate from the consumers of a value back to it. They tell whether any c
 from __future__ import annotations
 
 import enum
+import functools
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.attention.prepare import prepared
-from mpjax.casting.classify import Listing, classify, is_inner_product
-from mpjax.casting.setting import IN_HALF, Setting, tracked
+from mpjax.casting.classify import EXACT, Listing, classify, is_inner_product
+from mpjax.casting.setting import FLOAT32, IN_HALF, Setting, tracked
 from mpjax.casting.streams import residual_additions
+from mpjax.casting.updates import repeated_updates
 from mpjax.program import compat
 from mpjax.program.derivative_rules import closed_over
 from mpjax.program.graph import sub_jaxprs
@@ -32,6 +35,7 @@ class Use(enum.IntFlag):
     HALF = 8  # An operation that runs in half reads it, directly or after moves.
     RETURNED = 16  # The function returns it.
     AMPLIFIED = 32  # Its rounding is amplified, by an operation that no matmul or sum comes before.
+    EXACT = 64  # A conversion to integers, a decomposition or a solve reads it, after affine operations at most.
     ANY_HALF = MAY_HALF | HALF
 
     # Python's flag arithmetic is slow enough to show in trace times.
@@ -48,10 +52,10 @@ class Use(enum.IntFlag):
 
     def without(self, other: Use) -> Use:
         """These uses without those of `other`."""
-        return _FLAGS[int.__and__(self, 63 - other)]
+        return _FLAGS[int.__and__(self, 127 - other)]
 
 
-_FLAGS = [Use(i) for i in range(64)]
+_FLAGS = [Use(i) for i in range(128)]
 RESULT = Use.READ | Use.FLOAT | Use.RETURNED
 
 
@@ -77,6 +81,8 @@ def uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
 
 
 _STREAM = Listing(Op.DENY, "residual stream")
+_REPEATED = Listing(Op.DENY, "steps of one map")
+_EXACT = Listing(Op.DENY, f"{EXACT} an index or a decomposition reads it")
 _INNER_PRODUCT = Listing(Op.DENY, "an inner product that no matmul reads: a sum")
 
 
@@ -91,15 +97,18 @@ def _uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
         # A sub-jaxpr returns unused outputs too, so they must be computed.
         add(v, use | Use.READ)
     listings = []
-    streams = residual_additions(jaxpr) if setting.rules.residual_stream == "float32" and not setting.folded else ()
+    streams = _streams(jaxpr, setting)
     for eqn in reversed(jaxpr.eqns):
         listing = classify(eqn, setting)
         outs = [of.get(v, Use.NONE) for v in eqn.outvars]
         if listing.entry is None and not listing.region:
             if listing.op is Op.INFER and eqn.outvars[0] in streams:
-                listing = _STREAM
-            if listing.op is Op.ALLOW and _ends_in_a_product(eqn, outs[0]) and setting.rules.level != "half":
-                listing = _INNER_PRODUCT
+                listing = _STREAM if setting.rules.residual_stream == "float32" else _REPEATED
+            if listing.op is Op.ALLOW and setting.rules.level != "half":
+                if outs[0] & Use.EXACT:
+                    listing = _EXACT
+                elif _ends_in_a_product(eqn, outs[0]):
+                    listing = _INNER_PRODUCT
         listings.append(listing)
         if not is_needed(eqn, outs):
             continue
@@ -108,6 +117,13 @@ def _uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
         for v, use in zip(eqn.invars, _of_operands(eqn, outs, listing, setting), strict=True):
             add(v, use if tracked(v) else Use.READ)
     return Uses(of, tuple(reversed(listings)), tuple(of.get(v, Use.NONE) for v in jaxpr.invars))
+
+
+def _streams(jaxpr: Any, setting: Setting) -> frozenset[Any]:
+    """The results of the additions that run in float32 because others follow in the same sum."""
+    if setting.folded:
+        return frozenset()
+    return residual_additions(jaxpr) if setting.rules.residual_stream == "float32" else repeated_updates(jaxpr)
 
 
 def is_needed(eqn: Any, outs: Iterable[Use]) -> bool:
@@ -152,10 +168,28 @@ def _of_operands(eqn: Any, outs: Sequence[Use], listing: Listing, setting: Setti
         if follows_one_value(eqn):
             # A norm's output that reaches a matmul through an activation is half before the activation.
             use = use | outs[0] & Use.HALF
-    passed_on = not row.kernel and any(out & Use.AMPLIFIED for out in outs)
-    if passed_on or row.amplifies == "all" or (listing.op is Op.CONVERT and eqn.params["new_dtype"].kind in "iu"):
+    out = functools.reduce(operator.or_, outs, Use.NONE)
+    to_integers = listing.op is Op.CONVERT and eqn.params["new_dtype"].kind in "iu"
+    # The step of an update is rounded as little as what it updates.
+    steps = listing in (_STREAM, _REPEATED)
+    if (
+        row.amplifies == "all"
+        or (row.amplifies == "equals" and _of_one_shape(eqn))
+        or to_integers
+        or steps
+        or (out & Use.AMPLIFIED and (not row.kernel or listing.op is Op.INFER))
+    ):
         use = use | Use.AMPLIFIED
+    # Numbers of fewer bits are no indices, but values that are quantised.
+    indexes = to_integers and eqn.params["new_dtype"].itemsize >= FLOAT32.itemsize
+    if row.decomposes or row.solve or indexes or (out & Use.EXACT and row.is_affine and listing.op is not Op.ALLOW):
+        use = use | Use.EXACT
     return [use, use | Use.AMPLIFIED] if row.amplifies == "second" else [use] * len(eqn.invars)
+
+
+def _of_one_shape(eqn: Any) -> bool:
+    first, second = (v.aval.shape for v in eqn.invars)
+    return first == second != ()
 
 
 def _of_operand(listing: Listing, outs: Sequence[Use]) -> Use:

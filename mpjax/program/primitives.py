@@ -58,8 +58,9 @@ class Primitive(NamedTuple):
         adds: Adds or subtracts.
         logic: Combines booleans, or tests for finite values.
         risk: Why half precision may be inaccurate: `exp`, `log`, `pow` (range, poles) or `sum` (rounding).
-        amplifies: The operands whose rounding it amplifies, somewhere in their range: `all`, or the `second`. Poles,
-            steps, large derivatives, periods.
+        amplifies: The operands whose rounding it amplifies, somewhere in their range: `all`, the `second`, or `equals`,
+            arrays of one shape. Poles, steps, large derivatives, periods, differences of near-equal numbers.
+        decomposes: Decomposes a matrix or solves equations, so its condition number multiplies a rounding.
         chooses: Compares elements to choose among them.
         bits: Depends on the bits or the dtype itself, so it is not computed in another dtype.
         call: Runs its one sub-jaxpr once, on its operands.
@@ -92,6 +93,7 @@ class Primitive(NamedTuple):
     logic: bool = False
     risk: str = ""
     amplifies: str = ""
+    decomposes: bool = False
     chooses: bool = False
     bits: bool = False
     call: bool = False
@@ -116,6 +118,16 @@ class Primitive(NamedTuple):
     def keeps_values(self) -> bool:
         """Whether each element of the result is an element of an operand."""
         return self.whole or bool(self.elements)
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether it only adds, scales, joins and moves elements, or chooses among them."""
+        return self.saves is Saves.NOTHING or bool(self.linear) or self.keeps_values
+
+    @property
+    def keeps_integers(self) -> bool:
+        """Whether its results are integers if its operands are. Quotients are not."""
+        return (self.is_affine or self.exact) and self.linear != "first"
 
     def sources(self, operands: int) -> range | list[int]:
         """The indices of the operands whose elements the result has, given the number of operands.
@@ -170,10 +182,18 @@ MATMULS = named(Op.ALLOW)
 # FLOPs of matmuls and convolutions.
 
 
+def is_product(eqn: Any) -> bool:
+    """Whether a `dot_general` sums nothing: its contraction has size one, or there is none. It only multiplies."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return all(eqn.invars[0].aval.shape[d] == 1 for d in contracted)
+
+
 def matmul_flops(eqn: Any) -> int:
     """FLOPs of one matmul or convolution, where a multiply-add counts as two; 0 for any other operation."""
     name = eqn.primitive.name
-    if name not in MATMULS:
+    if name not in MATMULS or is_product(eqn):
         return 0
     lhs, rhs = (v.aval for v in eqn.invars[:2])
     out = math.prod(eqn.outvars[0].aval.shape)

@@ -23,7 +23,7 @@ from mpjax.casting.policies import setting_of
 from mpjax.inspection.explanation import Explanation, explanation
 from mpjax.program.tracing import TracedCall
 from mpjax.program.tracing import trace as trace_to_plan
-from testing.measures import HALF, MATMULS, Equation, equations, inner_jaxprs, is_inner_product, risky_of
+from testing.measures import HALF, MATMULS, Equation, equations, inner_jaxprs, is_inner_product, matmul_flops, risky_of
 from testing.random_programs.cases import OUTSIDE, TRANSFORMS, Case
 from testing.random_programs.evaluate import Unsupported, as_typed, evaluate, exact, float8_casts, is_float, rounded
 
@@ -217,8 +217,9 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
     of_solves = {
         _shapes(e.eqn) for e in _live_equations(found.jaxpr) if e.name in MATMULS and "custom_linear_solve" in e.path
     }
+    exact_ones = _with_exact_results(found.jaxpr)
     for e in _live_equations(found.jaxpr):
-        if e.name not in MATMULS:
+        if e.name not in MATMULS or id(e.eqn) in exact_ones or not matmul_flops(e.eqn):
             continue
         operands, wide = _floats(e.eqn.invars[:2]), _wants_float32(e.eqn)
         if wide and set(operands) & {str(dtype) for dtype in HALF}:
@@ -234,6 +235,36 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
     risky = _risky(found.jaxpr) - _risky(plain.jaxpr)
     if risky and "@mpjax.promote_function" not in case.features:  # Its operations run in the dtypes of their inputs.
         raise Failure("risky in half", ", ".join(sorted({name for name, _ in risky})), str(risky))
+
+
+def _with_exact_results(jaxpr: Any, inside: bool = False) -> set[int]:
+    """The matmuls, by `id`, whose results may have to be exact: they reach an index, a decomposition or a solve.
+
+    What a function inside returns, or reads, may reach one of its caller, or of its own.
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    read = {v for v in jaxpr.outvars if not hasattr(v, "val")} if inside else set()
+    found: set[int] = set()
+    for eqn in reversed(jaxpr.eqns):
+        name = eqn.primitive.name
+        reaches = _reads_exactly(eqn) or not read.isdisjoint(eqn.outvars)
+        for function in inner_jaxprs(eqn):
+            reaches |= any(_reads_exactly(e.eqn) for e in equations(function))
+            found |= _with_exact_results(function, reaches)
+        if reaches and name in MATMULS:
+            found.add(id(eqn))
+        elif reaches:
+            read.update(v for v in eqn.invars if not hasattr(v, "val"))
+    return found
+
+
+def _reads_exactly(eqn: Any) -> bool:
+    """Whether an equation makes indices, decomposes a matrix or solves."""
+    indexes = eqn.primitive.name == "convert_element_type" and np.dtype(eqn.params["new_dtype"]) == np.int32
+    return eqn.primitive.name in _DECOMPOSITIONS or (indexes and is_float(eqn.invars[0].aval.dtype))
+
+
+_DECOMPOSITIONS = ("lu", "cholesky", "eigh", "triangular_solve", "custom_linear_solve")
 
 
 def _risky(jaxpr: Any) -> collections.Counter[tuple[str, str]]:

@@ -47,9 +47,7 @@ def error_by_hand(name: str, dtype: str) -> float:
     """The relative error of the gradients of the same program with careful casts by hand, against float64."""
     _, *arrays = harness.concrete(name)
     casts = casts_by_hand(jnp.dtype(dtype))
-    return measures.relative_error(
-        _gradients(name, harness.identity, dtype, arrays, as_typed, casts), reference(name)
-    )
+    return measures.relative_error(_gradients(name, harness.identity, dtype, arrays, as_typed, casts), reference(name))
 
 
 def rounding_error(name: str, dtype: str) -> float:

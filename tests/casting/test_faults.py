@@ -148,7 +148,7 @@ def test_an_implicit_solve_runs_as_traced():
         agrees(fun, W, X)
     rows = [row for row in mpjax.explain(fun, W, X).rows if row.op == "dot_general"]
     assert {(row.dtypes_in[0], row.why) for row in rows} == {
-        ("float16", "allow"),
+        ("float32", "exact: an index or a decomposition reads it"),
         ("float32", "opaque: custom_linear_solve runs as traced"),
     }
 

@@ -115,7 +115,7 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     _read_invariants(inference, consts, masks, init, carry)
     convention, end = [], body.consts + body.carry
     for i, (v, mask) in enumerate(zip(scanned, planned.in_reads[end:], strict=True), end):
-        value = inference.value(v)
+        value = inference.operand(v)
         # Slices of a parameter are cast in the loop, one layer at a time.
         activation = value is not None and Level.COMPUTED <= value.level <= Level.HALF
         storage = HALF if activation and mask == HALF.bit else storage_of(value)
@@ -151,7 +151,7 @@ def _carry_fixed_point(
     jaxpr = body.opened
     levels: list[Level | None] = []
     for i, v in enumerate(init):
-        value = inference.value(v)
+        value = inference.operand(v)
         keeps = value is not None and _keeps_float32(value.level, inference.use(eqn.outvars[i]), body, i, setting)
         levels.append(Level.PINNED if keeps else value and value.level)
     while True:

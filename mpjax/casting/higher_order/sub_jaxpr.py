@@ -64,7 +64,7 @@ class Inner:
 
 def operand_dtypes(inference: Inference, variables: Sequence[Any]) -> tuple[Inferred | None, ...]:
     """The inferred dtypes of operands that are passed to a sub-jaxpr."""
-    return tuple(inference.value(v) for v in variables)
+    return tuple(inference.operand(v) for v in variables)
 
 
 def outs_of(eqn: Any, inferred: Sequence[Inferred | None]) -> tuple[Inferred | None, ...]:
