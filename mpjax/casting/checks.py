@@ -128,6 +128,15 @@ def check_plan(plan: Plan) -> None:
             "mpjax.float_function around the loop says that this is intended; Rules(infer=['while']) casts it like the "
             "rest of the program."
         )
+    if setting.scaled is not None and counts.why_not_scaled and not counts.scaled:
+        formats = (setting.scaled.format, *(format for _, format in setting.scaled.entries))
+        name = next(format.name for format in formats if format is not None)
+        _warn(
+            f"the policy's {name} matmuls: no matmul of this program is eligible, so it runs in {setting.half} alone "
+            f"({'; '.join(sorted(counts.why_not_scaled))}). Rules(float8=mpjax.Float8(...)) takes smaller ones "
+            "(min_size) or chosen modules (allow). See mpjax.explain(fun, *args).",
+            UnusedRuleWarning,
+        )
     scaled = setting.scaled.entries if setting.scaled else ()
     patterns: list[tuple[Any, str]] = [
         (entry, f"the float8 pattern {entry!r} (of Float8 or of an override of the policy)") for entry, _ in scaled

@@ -314,6 +314,9 @@ def _counts_of(step: Step) -> MatmulCounts:
     if left_alone:
         left = sum(_is_float32_matmul(site.eqn) for j in sub_jaxprs(step.eqn) for site in walk(j.jaxpr))
     counts = MatmulCounts(left=left, entries=entries)
+    if step.scaled is not None:
+        why = step.scaled.why
+        counts += MatmulCounts(scaled=int(not why), why_not_scaled=frozenset({why} if why else ()))
     if left and not step.listing.region and not primitive(step.eqn.primitive.name).solve:
         counts += MatmulCounts(hidden=frozenset({site_of(step.eqn).label}))
     for inner in (*step.plans, *step.rules):

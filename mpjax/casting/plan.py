@@ -114,6 +114,8 @@ class MatmulCounts:
         entries: The user's rules that matched.
         loops: The lines of loops that are float32 because they end when a tolerance is met.
         hidden: Primitives that are not entered and may contain matmuls, each with its line.
+        scaled: Those in a format with scales.
+        why_not_scaled: Why others are not.
     """
 
     cast: int = 0
@@ -122,14 +124,14 @@ class MatmulCounts:
     entries: frozenset[Any] = frozenset()
     loops: frozenset[str] = frozenset()
     hidden: frozenset[str] = frozenset()
+    scaled: int = 0
+    why_not_scaled: frozenset[str] = frozenset()
 
     def __add__(self, other: MatmulCounts) -> MatmulCounts:
         if other is NOTHING:
             return self
-        entries, loops = self.entries | other.entries, self.loops | other.loops
-        left = self.left + other.left
-        hidden = self.hidden | other.hidden
-        return MatmulCounts(self.cast + other.cast, self.written + other.written, left, entries, loops, hidden)
+        pairs = ((getattr(each, field.name) for each in (self, other)) for field in dataclasses.fields(self))
+        return MatmulCounts(*(a + b if isinstance(a, int) else a | b for a, b in pairs))
 
 
 NOTHING = MatmulCounts()

@@ -477,7 +477,7 @@ def with_sub_jaxpr(eqn: Any, old: Any, new: Any) -> Any:
     def replaced(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(map(replaced, value))
-        if value is not old:
+        if value is not old and not (is_jaxpr(value) and open_jaxpr(value).jaxpr is old):
             return value
         return jex.ClosedJaxpr(new, value.consts) if hasattr(value, "consts") else new
 

@@ -391,3 +391,25 @@ def test_a_layout_keeps_the_copy_of_a_parameter_in_rows_for_cuda():
         assert traced.lower(lowering_platforms=(platform,)).as_text().count("LayoutConstraint") == count
     exported = jax.export.export(step, platforms=("cuda",))(params_of(4), X)  # It has no stable form there.
     assert "LayoutConstraint" not in exported.mlir_module()
+
+
+SHAPES = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32)
+
+
+def three_layers(w, x):
+    return jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) @ w)
+
+
+@pytest.mark.filterwarnings("ignore:.*is not known to have float8")
+def test_a_policy_without_an_eligible_matmul_is_reported_with_the_reasons():
+    small = mpjax.autocast(three_layers, "mixed_float8")
+    with pytest.warns(mpjax.UnusedRuleWarning, match=r"no matmul of this program is eligible.*too few to gain"):
+        report = mpjax.audit(jax.grad(small), *SHAPES)
+    assert report.float8_share == 0
+    sizes = mpjax.Rules(float8=mpjax.Float8(min_size=(0, 0)))
+    eligible = mpjax.audit(jax.grad(mpjax.autocast(three_layers, "mixed_float8", rules=sizes)), *SHAPES)
+    # The middle layer's product, and its two gradients.
+    assert eligible.float8_share == 3 / 8
+    assert "37.5% in float8" in str(eligible)
+    assert eligible.half_share == 1
+    assert mpjax.audit(jax.grad(mpjax.autocast(three_layers, "mixed_bfloat16")), *SHAPES).float8_share == 0

@@ -80,6 +80,11 @@ class Matmul:
         return all(jnp.dtype(dtype).itemsize <= 2 for dtype in self.dtypes)
 
     @property
+    def is_float8(self) -> bool:
+        """Whether both operands have 8 bits."""
+        return all(jnp.dtype(dtype).itemsize == 1 for dtype in self.dtypes)
+
+    @property
     def passes(self) -> int:
         """The bfloat16 passes that it takes on a TPU."""
         _, _, times = self.precision.partition("_X")

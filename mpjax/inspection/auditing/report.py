@@ -93,7 +93,7 @@ class PrecisionReport(Report):
     traffic: float = 2.0
 
     main = "matmuls"
-    derived = "flops flops_by_phase half_share speedup_bounds"
+    derived = "flops flops_by_phase half_share float8_share speedup_bounds"
 
     @property
     def title(self) -> str:
@@ -115,6 +115,12 @@ class PrecisionReport(Report):
         """The share of `flops` with half or float8 operands; 0 if there are no FLOPs."""
         total = sum(row.flops for row in self.matmuls)
         return sum(row.flops for row in self.matmuls if row.is_half) / total if total else 0.0
+
+    @property
+    def float8_share(self) -> float:
+        """The share of `flops` with operands of 8 bits; 0 if there are no FLOPs."""
+        total = sum(row.flops for row in self.matmuls)
+        return sum(row.flops for row in self.matmuls if row.is_float8) / total if total else 0.0
 
     def speedup_bound(self, device: str) -> SpeedupBound:
         """Bounds the speedup of half over float32, from the FLOPs of matmuls and convolutions.
@@ -205,7 +211,8 @@ class PrecisionReport(Report):
         of_all = amount(total, "FLOP")
         if self.devices > 1:
             of_all += f" in total on {self.devices} devices ({amount(total / self.devices, 'FLOP')} per device)"
-        answer = f"{self.half_share:.1%} in half, of {of_all} of matmuls and convolutions"
+        in_float8 = f" ({self.float8_share:.1%} in float8)" if self.float8_share else ""
+        answer = f"{self.half_share:.1%} in half{in_float8}, of {of_all} of matmuls and convolutions"
         if self.risks:
             worst, where, _ = next(_alike(self.risks, lambda risk: risk.kind))
             kinds = len({risk.kind for risk in self.risks})
