@@ -336,7 +336,7 @@ def _unquoted(text: str) -> str:
 
 def warn_unused_overrides(policy: Policy, paths: Iterable[str]) -> None:
     """Warns about each override pattern that matches none of `paths`, to catch typos."""
-    paths = list(paths)
+    paths = [path for path in paths if path]  # without the whole model's
     for pattern, _ in policy.overrides:
         if pattern not in NORM_PATTERNS and not any(path_matches(path, pattern) for path in paths):
             shown = ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else "")

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mpjax
+from mpjax.policy import warn_unused_overrides
 
 NAMES = [
     "mixed_float16",
@@ -272,3 +273,9 @@ def test_the_matmul_dtype_round_trips(text):
 def test_an_impossible_matmul_dtype_is_an_error(text, match):
     with pytest.raises(ValueError, match=match):
         mpjax.get_policy(text)
+
+
+def test_the_path_of_the_whole_model_is_not_among_the_paths_of_a_warning():
+    policy = mpjax.get_policy("mixed_float16;haed=>float32")
+    with pytest.warns(mpjax.UnusedOverrideWarning, match="the paths here are: head, head/bias. Remove"):
+        warn_unused_overrides(policy, ["", "head", "head/bias"])

@@ -157,7 +157,7 @@ def autocast(fun: Any = None, policy: Any = "mixed_float16", *, rules: Rules | N
         plan = plan_program(program, setting, with_owners=call is fun and setting.reads_scopes)
         checks.check_inputs(program, policy)
         checks.check_device(setting)
-        checks.check_plan(plan)
+        checks.check_plan(plan, policy, rules)
         return finish(run_planned(program, plan))
 
     vars(wrapped)[_ATTRIBUTE] = Autocast(wrapped, fun, policy, rules)

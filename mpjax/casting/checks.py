@@ -14,8 +14,9 @@ import numpy as np
 
 from mpjax.casting.classify import BY_PRECISION, EXACT, OPAQUE
 from mpjax.casting.plan import Plan
+from mpjax.casting.policies import origin_of, scaled_origin_of
 from mpjax.casting.rows import Row, rows_of
-from mpjax.casting.rules import UnusedRuleWarning
+from mpjax.casting.rules import Rules, UnusedRuleWarning
 from mpjax.casting.setting import Setting
 from mpjax.policy import HALF_DTYPES, Policy
 from mpjax.program import compat
@@ -91,7 +92,7 @@ def check_device(setting: Setting) -> None:
             _warn(f"autocast: {why}")
 
 
-def check_plan(plan: Plan) -> None:
+def check_plan(plan: Plan, policy: Policy, rules: Rules | None) -> None:
     """Warns about a program with little to cast, matmuls that are half already, and rules that match nothing."""
     counts, setting = plan.counts, plan.setting
     hidden = _hidden(counts.hidden)
@@ -137,13 +138,10 @@ def check_plan(plan: Plan) -> None:
             "(min_size) or chosen modules (allow). See mpjax.explain(fun, *args).",
             UnusedRuleWarning,
         )
-    scaled = setting.scaled.entries if setting.scaled else ()
-    patterns: list[tuple[Any, str]] = [
-        (entry, f"the float8 pattern {entry!r} (of Float8 or of an override of the policy)") for entry, _ in scaled
-    ]
-    for entry, op in setting.rules.entries:
-        name = entry if isinstance(entry, str) else getattr(entry, "__name__", repr(entry))
-        patterns.append((entry, f"Rules({op.value}=...): {name!r}"))
+    patterns: list[tuple[Any, str]] = []
+    if setting.scaled is not None:
+        patterns = [(entry, scaled_origin_of(entry, setting.scaled, policy)) for entry, _ in setting.scaled.entries]
+    patterns += [(entry, origin_of(entry, op, policy, rules)) for entry, op in setting.rules.entries]
     for entry, shown in patterns:
         if entry not in counts.entries:
             _warn(

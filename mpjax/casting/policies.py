@@ -6,12 +6,13 @@ import dataclasses
 import os
 
 from mpjax.casting.higher_order import HIGHER_ORDER
-from mpjax.casting.rules import Rules, is_pattern
+from mpjax.casting.rules import VARIABLES, Entry, Rules, is_pattern
 from mpjax.casting.scaled import Float8, ScaledSetting
 from mpjax.casting.setting import Setting
 from mpjax.policy import HALF_DTYPES, NORM_PATTERNS, Policy, get_policy
 from mpjax.program import contexts
 from mpjax.program.formats import format_of
+from mpjax.program.primitives import Op
 
 
 def is_enabled() -> bool:
@@ -56,6 +57,26 @@ def _scaled_setting(rules: Rules, policy: Policy) -> ScaledSetting | None:
     options = rules.float8 or Float8()
     entries = [*dict.fromkeys(options.allow, first).items(), *dict.fromkeys(options.deny).items(), *others]
     return ScaledSetting(options, own, tuple((_pattern(pattern), format) for pattern, format in entries))
+
+
+def origin_of(entry: Entry, op: Op, policy: Policy, rules: Rules | None) -> str:
+    """Who wrote an entry of a plan's rules: the user's `Rules`, an override of the policy, or the environment."""
+    name = entry if isinstance(entry, str) else getattr(entry, "__name__", repr(entry))
+    if rules is None or entry not in getattr(rules, op.value):
+        for pattern, _ in policy.overrides:
+            if _pattern(pattern) == entry:
+                return f"the policy's override pattern {pattern!r}"
+        if name in os.environ.get(VARIABLES[op.value], ""):
+            return f"{VARIABLES[op.value]}: {name!r}"
+    return f"Rules({op.value}=...): {name!r}"
+
+
+def scaled_origin_of(entry: str, setting: ScaledSetting, policy: Policy) -> str:
+    """The same of a pattern of the matmuls in a format with scales."""
+    for name in ("allow", "deny"):
+        if entry in map(_pattern, getattr(setting.options, name)):
+            return f"Float8({name}=...): {entry!r}"
+    return next(f"the policy's override pattern {p!r}" for p, _ in policy.overrides if _pattern(p) == entry)
 
 
 def _pattern(pattern: str) -> str:

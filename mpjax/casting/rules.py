@@ -30,7 +30,7 @@ CHOICES = {
     "attention": get_args(Attention),
 }
 _LISTS = (("allow", Op.ALLOW), ("deny", Op.DENY), ("infer", Op.INFER))
-_VARIABLES = {name: f"MPJAX_{name.upper()}LIST_ADD" for name, _ in _LISTS}
+VARIABLES = {name: f"MPJAX_{name.upper()}LIST_ADD" for name, _ in _LISTS}
 
 
 class UnusedRuleWarning(UserWarning):
@@ -175,7 +175,7 @@ class Rules:
         """
         added = {
             name: _entries(variable, os.environ[variable].replace(",", " ").split())
-            for name, variable in _VARIABLES.items()
+            for name, variable in VARIABLES.items()
             if os.environ.get(variable)
         }
         return self.add(**added) if added else self

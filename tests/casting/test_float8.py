@@ -155,7 +155,7 @@ def test_rules_and_overrides_take_matmuls_in_and_out(policy, rules, expected):
 
 
 def test_a_pattern_that_matches_nothing_is_reported():
-    with pytest.warns(mpjax.UnusedRuleWarning, match="float8 pattern .*layre"):
+    with pytest.warns(mpjax.UnusedRuleWarning, match=r"Float8.*layre"):
         float8(mlp, options(deny=["*/layre"]))(params_of(), X)
 
 

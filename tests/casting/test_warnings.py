@@ -124,3 +124,26 @@ def test_warning_points_at_the_caller():
     with pytest.warns(AutocastWarning) as caught:
         mpjax.autocast(lambda x: jnp.sum(x))(X)
     assert caught[0].filename == __file__
+
+
+WRITTEN = {
+    "the policy's override pattern 'haed'": lambda: mpjax.autocast(jnp.dot, "mixed_float16;haed=>float32"),
+    "Rules(deny=...): '*/haed'": lambda: mpjax.autocast(jnp.dot, rules=mpjax.Rules(deny=["*/haed"])),
+    "MPJAX_DENYLIST_ADD: '*/haed'": lambda: mpjax.autocast(jnp.dot),
+    "Float8(deny=...): '*/haed'": lambda: mpjax.autocast(
+        jnp.dot, "mixed_float8", rules=mpjax.Rules(float8=mpjax.Float8(deny=["*/haed"]))
+    ),
+    "the policy's override pattern 'other'": lambda: mpjax.autocast(jnp.dot, "mixed_float8;other=>mixed_bfloat16"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:autocast. cpu is not known")
+@pytest.mark.filterwarnings("ignore:the policy's float8 matmuls")
+@pytest.mark.parametrize("text", WRITTEN)
+def test_a_pattern_without_a_match_is_blamed_on_who_wrote_it(text, monkeypatch):
+    if text.startswith("MPJAX"):
+        monkeypatch.setenv("MPJAX_DENYLIST_ADD", "*/haed")
+    with pytest.warns(mpjax.UnusedRuleWarning) as caught:
+        WRITTEN[text]()(X, W)
+    (message,) = (str(record.message) for record in caught if "matched no operation" in str(record.message))
+    assert message.startswith(text)

@@ -12,7 +12,12 @@ import jax.extend
 import jax.numpy as jnp
 
 from mpjax.casting.attention.kernel import Trial
-from mpjax.inspection.auditing.communication import Collective, collectives_of_call, device_count
+from mpjax.inspection.auditing.communication import (
+    Collective,
+    collectives_of_call,
+    device_count,
+    widens_bfloat16,
+)
 from mpjax.inspection.auditing.dataflow import Flow, Value, flow_of, residuals_of
 from mpjax.inspection.auditing.matmuls import casts_of, findings_of, matmuls_of, traffic_gain
 from mpjax.inspection.auditing.report import Kept
@@ -121,9 +126,18 @@ def _communication(
     if device_count((args, kwargs)) == 1 and not any(site.name in ("shard_map", "xla_pmap") for site in sites):
         return None, []
     try:
-        return collectives_of_call(fun, args, kwargs), []
+        found = collectives_of_call(fun, args, kwargs)
     except Exception as error:  # such as a mesh of devices that this machine does not have
         return None, [f"communication is not known, because the program can't be compiled here: {reason(error)}"]
+    uses_bfloat16 = any(v.aval.dtype == jnp.bfloat16 for site in sites for v in site.outvars if is_float(v))
+    widened = found and uses_bfloat16 and widens_bfloat16((args, kwargs))
+    return found, [_WIDENED] if widened else []
+
+
+_WIDENED = (
+    "communication is that of XLA's CPU backend, which sends bfloat16 arrays as float32: a GPU or TPU sends half of "
+    "their bytes"
+)
 
 
 def _kept(residuals: Sequence[Value], flow: Flow) -> tuple[Kept, ...]:

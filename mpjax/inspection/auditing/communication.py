@@ -13,6 +13,7 @@ import numpy as np
 
 from mpjax.inspection.profiling.hlo import HloModule, Line, iterations, module_path, sizes
 from mpjax.inspection.reports import Section, added_up, amount
+from mpjax.program import compat
 from mpjax.program.tracing import functional
 
 OPS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
@@ -51,6 +52,13 @@ def device_count(args: Any) -> int:
     """The number of devices that the arguments are sharded over."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
     return max((len(s.device_set) for s in shardings if isinstance(s, jax.sharding.Sharding)), default=1)
+
+
+def widens_bfloat16(args: Any) -> bool:
+    """Whether the collectives are those of XLA's CPU backend, which sends bfloat16 arrays in float32."""
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
+    devices = [d for s in shardings if isinstance(s, jax.sharding.Sharding) for d in s.device_set]
+    return (devices[0].platform if devices else compat.platform()) == "cpu"
 
 
 def collectives_of_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Collective, ...]:
@@ -118,7 +126,7 @@ def communication_section(rows: Iterable[Collective]) -> Section:
     in_half = _bytes(row for row in every if row.is_sum_in_half)
     text = (
         f"a step on each device: {amount(gathered, 'B')} gathered, {amount(summed, 'B')} reduced, "
-        + (f"{amount(in_half, 'B')} of it summed in half" if in_half else "none of it in half")
+        + (f"{amount(in_half, 'B')} of it summed in half" if in_half else "none of it summed in half")
         if every
         else "nothing is sent between the devices"
     )

@@ -44,8 +44,19 @@ def test_explicit_collectives_are_counted_with_their_dtypes_and_turns(mesh):
     assert found["reduce-scatter", "float32"] == (SHARES, 1, 128)
     assert found["all-reduce", "float32"] == (SHARES, 3, 12)
     assert not any(row.is_sum_in_half for row in report.communication)
-    assert "none of it in half" in str(report)
+    assert "none of it summed in half" in str(report)
     assert json.loads(report.to_json())["communication"][0]["bytes"] == 128
+
+
+def test_the_widened_collectives_of_a_cpu_are_said_to_be_such(mesh):
+    def gathered(dtype):
+        x = shape(mesh, (64, 32), "data")
+        everywhere = NamedSharding(mesh, P())
+        return mpjax.audit(jax.jit(lambda x: jax.lax.with_sharding_constraint(x.astype(dtype), everywhere)), x)
+
+    notes = {dtype: " ".join(gathered(dtype).notes) for dtype in ("bfloat16", "float16", "float32")}
+    assert "XLA's CPU backend, which sends bfloat16 arrays as float32" in notes["bfloat16"]
+    assert "CPU" not in notes["float16"] + notes["float32"]
 
 
 def test_a_gradient_that_is_summed_in_half_is_told_with_its_module(mesh):
