@@ -97,7 +97,8 @@ def _casting(results: Results) -> Iterator[Headline]:
     def compared(value: Callable[[list[dict[str, Any]]], str]) -> tuple[str, str]:
         ran = {tool: [row for row in rows if "half_share" in row] for tool, rows in of_tools.items()}
         others = ", ".join(f"{tool} {value(ran[tool])}" for tool in PEERS if len(ran.get(tool, [])) > 1)
-        return value(ran["mpjax.autocast"]), others
+        ours = ", ".join(f"{way} {value(ran[f'mpjax.{way}'])}" for way in ("autocast", "with_policy"))
+        return ours, others
 
     programs = f"{len(results)} float32 training programs, float16"
     for what, value in {

@@ -290,7 +290,12 @@ class Policy(jmp.Policy):
         own = (self.param_dtype, self.compute_dtype, output_dtype, self.overrides, self.reduce_dtype)
         return Policy(*own, override_dtypes=self.override_dtypes, matmul_dtype=self.matmul_dtype)
 
-    def _cast(self, tree: T, field: str) -> T:
+    def stores_in_half(self, tree: T) -> T:
+        """For each leaf of a tree, whether `cast_to_param` makes it half."""
+        cast = jax.eval_shape(lambda tree: self._cast(tree, "param_dtype", reports=False), tree)
+        return jax.tree.map(is_half, cast)
+
+    def _cast(self, tree: T, field: str, reports: bool = True) -> T:
         if not self.overrides:
             dtype = getattr(self, field)
             return jax.tree.map(lambda x: _cast_leaf(x, dtype), tree)
@@ -310,7 +315,7 @@ class Policy(jmp.Policy):
 
         out = cast_below((), tree, type(tree) if _is_module(tree) else None)
         patterns = [pattern for pattern, _ in self.overrides if pattern != NORM]
-        if field == "param_dtype" or any(path_matches(path, pattern) for pattern in patterns for path in paths):
+        if reports and (field == "param_dtype" or any(path_matches(path, pattern) for pattern in patterns for path in paths)):
             warn_unused_overrides(self, paths)
         return out
 

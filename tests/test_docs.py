@@ -6,9 +6,11 @@ import ast
 import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from docs.make import FOLDER, MEASURED, PAGES, blocks, made
+import mpjax
+from docs.make import FOLDER, MEASURED, NOT_RUN, PAGES, blocks, made
 
 # Pages whose rows of equal weight come in another order before JAX 0.12.
 OF_NEWEST = {"distributed.md"}
@@ -66,3 +68,36 @@ def test_imports_of_measured_blocks_exist(name, monkeypatch):
         if block.language == "python" and block.mark == MEASURED:
             imports = [node for node in ast.parse(block.text).body if isinstance(node, (ast.Import, ast.ImportFrom))]
             exec(compile(ast.Module(imports, []), name, "exec"), {})
+
+
+# Sentences that were false once, each with what it claims.
+
+
+def page(name):
+    return (FOLDER / name).read_text()
+
+
+def test_the_override_for_norms_matches_in_every_library():
+    (policy,) = re.findall(r'`"(p=bf16[^"`]*=>float32)"`', page("guides/inference.md"))
+    params = {"LayerNorm_0": {"scale": jnp.ones(4)}, "layers": [{"norm": jnp.ones(4)}], "Dense_0": jnp.ones((4, 4))}
+    cast = mpjax.get_policy(policy).cast_to_param(params)  # a pattern without a match is a warning, an error here
+    assert {leaf.dtype.name for leaf in jax.tree.leaves((cast["LayerNorm_0"], cast["layers"]))} == {"float32"}
+    assert cast["Dense_0"].dtype == jnp.bfloat16
+
+
+def test_commands_for_scripts_without_an_optimizer_of_optax_cast_their_gradients():
+    commands = re.findall(r"python -m mpjax run [^`]*keras[^`]*", page("quickstart/keras.md"))
+    assert commands
+    assert all("--any-gradient" in command and "mixed_bfloat16" in command for command in commands)
+
+
+def test_the_calls_of_torch_are_those_of_its_current_interface():
+    calls = re.findall(r"torch\.amp\.(?:custom_fwd|custom_bwd|autocast)\(([^)]*)\)", page("coming_from/torch.md"))
+    assert calls
+    assert all("device_type" in call for call in calls)
+
+
+def test_no_page_runs_code_that_a_current_library_lacks():
+    blocks_not_run = [path for path in FOLDER.rglob("*.md") if NOT_RUN in path.read_text()]
+    for path in blocks_not_run:
+        assert "transformers.Flax" not in path.read_text(), path

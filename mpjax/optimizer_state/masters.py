@@ -41,7 +41,10 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
 
     A param that was changed outside (a checkpoint that is loaded, weight clipping), and so is not its master rounded,
     becomes its own master at the next step.
-    Leaves that are float32 already (norm parameters under O2) are their own masters and take no extra memory.
+    Leaves that the policy keeps in float32 (norm parameters under O2) are their own masters and take no extra memory.
+
+    `init` takes the params in half or in float32. From float32 params, a checkpoint's, the masters keep every bit, and
+    the params of the first step are `policy.cast_to_param` of them.
 
     Args:
         inner: The optimizer. Its state (moments) is float32 throughout.
@@ -79,8 +82,9 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
     def init(params: Any) -> MasterWeightsState:
         note_rounding()
         params = applying.without_overwritten(applying.trainable(params))
-        master = jax.tree.map(lambda p: p.astype(jnp.float32) if is_half(p) else optax.MaskedNode(), params)
-        return MasterWeightsState(master, inner.init(_full(master, params)))
+        has_master = jax.tree.map(lambda p, half: is_half(p) or half, params, policy.stores_in_half(params))
+        master = jax.tree.map(lambda p, has: p.astype(jnp.float32) if has else optax.MaskedNode(), params, has_master)
+        return MasterWeightsState(master, inner.init(_widen(params)))
 
     def advance(grads: Any, state: MasterWeightsState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         """The updates of the params that are not half, and a state with the new masters."""
@@ -159,8 +163,9 @@ def _full(master: Any, params: Any) -> Any:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             had = "no master copy" if is_half(p) else "a master copy"
             raise ValueError(
-                f"master_weights: the param {name} is {p.dtype}, but the state holds {had} of it: the params were cast "
-                "after tx.init. Cast the params to the policy's param dtype first, then call tx.init."
+                f"master_weights: the param {name} is {p.dtype}, but the state holds {had} of it. Give tx.update the "
+                "params that policy.cast_to_param returns, for the policy given to master_weights; tx.init takes them "
+                "or the float32 ones, which it keeps as masters."
             )
         return p if isinstance(m, optax.MaskedNode) else m
 

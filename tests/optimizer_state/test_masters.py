@@ -107,11 +107,29 @@ def test_policy_without_half_params_returns_the_optimizer_unchanged(policy):
     assert mpjax.master_weights(inner, policy) is inner
 
 
-def test_params_cast_after_init_and_missing_params_are_reported():
-    tx = mpjax.master_weights(optax.sgd(0.1), "O3")
+@pytest.mark.parametrize("policy", ["O2", "O3", "p=bf16"])
+def test_masters_of_float32_params_keep_every_bit(policy):
+    """The way from a float32 checkpoint to half params."""
+    policy, rng = mpjax.get_policy(policy), np.random.default_rng(0)
+    saved = {"w": rng.normal(size=(64, 4)).astype("float32"), "LayerNorm_0": {"scale": np.full(4, 1 / 3, np.float32)}}
+    tx = mpjax.dynamic_loss_scale(mpjax.master_weights(optax.sgd(1.0), policy))
+    params, state = policy.cast_to_param(saved), tx.init(saved)
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
+    np.testing.assert_array_equal(state.inner_state.master["w"], saved["w"])
+    step = np.float32(2.0**-14)
+    grads = jax.tree.map(lambda x: np.full(x.shape, step), saved)
+    new, state = mpjax.apply_gradients(tx, grads, state, params)
+    np.testing.assert_array_equal(state.inner_state.master["w"], saved["w"] - step)
+    np.testing.assert_array_equal(new["w"], (saved["w"] - step).astype(params["w"].dtype))
+    with pytest.raises(ValueError, match=r"w is float32.*holds a master copy.*policy\.cast_to_param"):
+        mpjax.apply_gradients(tx, grads, state, saved)
+
+
+def test_params_of_another_policy_and_missing_params_are_reported():
+    tx = mpjax.master_weights(optax.sgd(0.1), mpjax.Policy("float16", "float16", "float16", [("*/w", "float32")]))
     state = tx.init({"w": np.ones(3, np.float32)})
     half = {"w": np.ones(3, np.float16)}
-    with pytest.raises(ValueError, match=r"w is float16.*tx\.init"):
+    with pytest.raises(ValueError, match=r"w is float16.*no master copy.*tx\.init"):
         tx.update(half, state, half)
     with pytest.raises(ValueError, match="params"):
         tx.update(half, tx.init(half))
