@@ -315,7 +315,8 @@ class Policy(jmp.Policy):
 
         out = cast_below((), tree, type(tree) if _is_module(tree) else None)
         patterns = [pattern for pattern, _ in self.overrides if pattern != NORM]
-        if reports and (field == "param_dtype" or any(path_matches(path, pattern) for pattern in patterns for path in paths)):
+        is_model = field == "param_dtype" or any(path_matches(path, pattern) for pattern in patterns for path in paths)
+        if reports and is_model:
             warn_unused_overrides(self, paths)
         return out
 

@@ -63,6 +63,17 @@ def of_equinox(w, x):
     return eqx.filter_grad(mpjax.autocast(lambda model, x: loss(model.w, x)))(Linear(w), x)
 
 
+def of_linen_with_policy(w, x, policy="mixed_float16"):
+    model = mpjax.with_policy(nn.Dense(8), policy)
+    params = model.init(jax.random.key(0), x)
+    return jax.grad(jax.jit(lambda params: jnp.mean(model.apply(params, x) ** 2)))(params)
+
+
+def of_nnx_with_policy(w, x, policy="mixed_float16"):
+    model = mpjax.with_policy(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), policy)
+    return nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+
+
 DIFFERENTIATED = {
     "grad": jax.grad(half),
     "value_and_grad": jax.value_and_grad(half),
@@ -89,6 +100,8 @@ DIFFERENTIATED = {
     "nnx.grad": of_nnx,
     "linen": of_linen,
     "eqx.filter_grad": of_equinox,
+    "with_policy of Linen": of_linen_with_policy,
+    "with_policy of NNX": of_nnx_with_policy,
 }
 
 
@@ -118,6 +131,8 @@ QUIET = {
     "compiled forward mode": jax.jit(lambda w, x: jax.jvp(jax.jit(half), (w, x), (w, x))),
     "bfloat16": jax.grad(in_bfloat16),
     "bfloat16 inside": mpjax.autocast(jax.grad(loss), "mixed_bfloat16"),
+    "with_policy of Linen in bfloat16": functools.partial(of_linen_with_policy, policy="mixed_bfloat16"),
+    "with_policy of NNX in bfloat16": functools.partial(of_nnx_with_policy, policy="mixed_bfloat16"),
     "float32": jax.grad(loss),
     "disabled": lambda w, x: jax.grad(mpjax.autocast(mpjax.float_function(loss)))(w, x),
     "scale_loss": lambda w, x: jax.grad(mpjax.scale_loss(half, state()))(w, x),
