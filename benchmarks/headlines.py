@@ -100,7 +100,7 @@ def _casting(results: Results) -> Iterator[Headline]:
         ours = ", ".join(f"{way} {value(ran[f'mpjax.{way}'])}" for way in ("autocast", "with_policy"))
         return ours, others
 
-    programs = f"{len(results)} float32 training programs, float16"
+    programs = f"{len(results)} float32 programs, float16"
     for what, value in {
         "Programs with all matmul FLOPs in half": _counted("half_share", lambda share: share == 1),
         "Programs with a risky operation in half": _counted("risky", lambda count: count > 0),

@@ -64,8 +64,9 @@ def scale_loss(fun: Callable[P, T], opt_state: Any, has_aux: bool = False) -> Ca
         TypeError: The function is differentiated at a half-precision argument (use `value_and_grad`), or
             `has_aux` is set and `fun` does not return a pair.
 
-    A custom derivative in `fun` that is not linear in its cotangent (a gradient clip written as a
-    `custom_vjp`) sees scaled cotangents; wrap that part with `true_cotangents`.
+    A custom derivative in `fun` that is not linear in its cotangent (a gradient clip written as a `custom_vjp`, or one
+    that returns a stored gradient) sees scaled cotangents, and a `NonlinearRuleWarning` names it; wrap that part with
+    `true_cotangents`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, mpjax
@@ -129,6 +130,9 @@ def true_cotangents(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
     inside the model. In the backward pass the cotangents are unscaled before the rule and rescaled after it.
     float16 can't represent true cotangents, so `fun` runs in float32: half arguments are widened,
     and results are rounded to the dtypes that `fun` returns for the original arguments.
+
+    It may be part of a function with a derivative rule of its own, whose backward pass computes it again: the
+    derivatives that the rules of a `custom_vjp` take receive its cotangents, and so are unscaled too.
 
     Only the cotangents of the scaled losses that the call belongs to are unscaled. All other derivatives, taken within
     such a loss, of its gradient, or outside, see the function itself. In a loss that is multiplied by the scale by hand

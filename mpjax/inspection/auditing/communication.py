@@ -57,7 +57,7 @@ def device_count(args: Any) -> int:
 def widens_bfloat16(args: Any) -> bool:
     """Whether the collectives are those of XLA's CPU backend, which sends bfloat16 arrays in float32."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
-    devices = [d for s in shardings if isinstance(s, jax.sharding.Sharding) for d in s.device_set]
+    devices: list[Any] = [d for s in shardings if isinstance(s, jax.sharding.Sharding) for d in s.device_set]
     return (devices[0].platform if devices else compat.platform()) == "cpu"
 
 
