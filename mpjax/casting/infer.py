@@ -466,7 +466,10 @@ def _wide(inference: Inference, eqn: Any, listing: Listing) -> Step:
         and inference.only_half(eqn)
     ):
         return _half_lookup(inference, eqn, listing, FULL)
-    if eqn.primitive.name == "gather" and level >= Level.HALF and not pinned and inference.only_half(eqn):
+    value = inference.value(operand)
+    stored_half = value is not None and value.storage == HALF and castable(value)  # The rows are exact in half.
+    activation = level >= Level.HALF and not pinned and inference.only_half(eqn)
+    if eqn.primitive.name == "gather" and (stored_half or activation):
         return _half_lookup(inference, eqn, listing, HALF)
     if eqn.primitive.name == "gather" and level >= Level.HALF and selects(eqn.invars[1].aval, eqn.params):
         inference.unchanged = False  # `rewrite` issues it in another form for a TPU.
@@ -493,7 +496,7 @@ def _half_move(inference: Inference, eqn: Any, listing: Listing, why: str) -> St
 
 
 def _half_lookup(inference: Inference, eqn: Any, listing: Listing, storage: Storage) -> Step:
-    """Looks up rows of a parameter, or of an activation in half."""
+    """Looks up rows of a parameter, or of an activation or a half parameter in half."""
     reads = tuple(inference.read(v, storage) for v in eqn.invars)
     inference.unchanged = False
     outs, why = (Inferred(Level.HALF, HALF),), "looks up half rows; sums their gradients in float32"

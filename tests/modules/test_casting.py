@@ -14,7 +14,7 @@ from flax import nnx
 
 import mpjax
 from testing import cheap_keys
-from testing.measures import half_share, matmuls, relative_error
+from testing.measures import equations, half_share, matmuls, relative_error
 from testing.random_programs.evaluate import arrays_in_numpy
 from tests.modules.flax_models import of_nnx
 
@@ -257,6 +257,22 @@ def test_a_policy_in_an_autocast_function_is_kept():
     variables = arrays_in_numpy(Whole().init)(KEY, X)
     loss = mpjax.autocast(lambda v, w: model.apply(v, X @ w, mutable=True)[0].sum(), "mixed_float16")
     assert operands(loss, variables, np.eye(8, dtype=np.float32)) == [F16, BF16, F32, F32, BF16]
+
+
+@LIBRARIES
+def test_rows_of_a_half_table_are_looked_up_in_half_and_their_gradients_summed_in_float32(library):
+    if library == "linen":
+        model = mpjax.with_policy(nn.Sequential([nn.Embed(100, 8), nn.LayerNorm(), nn.Dense(8)]), "O2")
+        variables = jax.eval_shape(model.init, KEY, np.zeros((2, 3), np.int32))
+        call = model.apply
+    else:
+        rngs = nnx.Rngs(KEY)
+        layers = nnx.Embed(100, 8, rngs=rngs), nnx.LayerNorm(8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+        graph, variables = nnx.split(mpjax.with_policy(nnx.Sequential(*layers), "O2"))
+        call = lambda variables, tokens: nnx.merge(graph, variables, copy=True)(tokens)
+    gradient = jax.make_jaxpr(jax.grad(lambda v, tokens: call(v, tokens).sum()))(variables, np.zeros((2, 3), np.int32))
+    found = {e.name: e.in_dtypes[0] for e in equations(gradient) if e.name in ("gather", "scatter-add")}
+    assert found == {"gather": F16, "scatter-add": F32}
 
 
 @LIBRARIES
