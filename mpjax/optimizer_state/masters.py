@@ -94,7 +94,7 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         updates, inner_state = inner.update(_widen(grads), state.inner_state, full, **extra)
         target = optax.apply_updates(full, updates)
         others = jax.tree.map(lambda p, u: optax.MaskedNode() if is_half(p) else u, params, updates)
-        return others, MasterWeightsState(_masters(params, target), inner_state)
+        return others, MasterWeightsState(_masters(state.master, target), inner_state)
 
     def finish(others: Any, state: MasterWeightsState, params: Any, taken: Any = True) -> tuple[Any, Any]:
         """The updates that turn the params into the rounded masters, or zeros if the step was skipped."""
@@ -111,7 +111,7 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         full = _adopted(_full(state.master, params), params)
         target, inner_state = apply_gradients(inner, _widen(grads), state.inner_state, full, **extra)
         rounded = jax.tree.map(lambda p, t: t.astype(p.dtype), params, target)
-        return rounded, MasterWeightsState(_masters(params, target), inner_state)
+        return rounded, MasterWeightsState(_masters(state.master, target), inner_state)
 
     return applying.Transformation.make(init, update, apply, decides=False, parts=(advance, finish))
 
@@ -151,22 +151,26 @@ def _reached(taken: Any, p: jax.Array, delta: jax.Array, master: Any) -> Any:
     return jnp.where(met if taken is True else met | ~taken, master, arrived)
 
 
-def _masters(params: Any, full: Any) -> Any:
-    return jax.tree.map(lambda p, f: f if is_half(p) else optax.MaskedNode(), params, full)
+def _masters(master: Any, full: Any) -> Any:
+    """The new masters, of the params that had one."""
+    return jax.tree.map(lambda m, f: m if _is_missing(m) else f, master, full, is_leaf=_is_missing)
+
+
+def _is_missing(master: Any) -> bool:
+    return isinstance(master, optax.MaskedNode)
 
 
 def _full(master: Any, params: Any) -> Any:
     """The float32 tree: the master of each half param, and the other params themselves."""
 
     def leaf(path: Any, p: Any, m: Any) -> Any:
-        if isinstance(m, optax.MaskedNode) == is_half(p):
+        if _is_missing(m) and is_half(p):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            had = "no master copy" if is_half(p) else "a master copy"
             raise ValueError(
-                f"master_weights: the param {name} is {p.dtype}, but the state holds {had} of it. Give tx.update the "
-                "params that policy.cast_to_param returns, for the policy given to master_weights; tx.init takes them "
-                "or the float32 ones, which it keeps as masters."
+                f"master_weights: the param {name} is {p.dtype}, but the state holds no master copy of it. Give "
+                "tx.update the params that policy.cast_to_param returns, for the policy given to master_weights, and "
+                "tx.init those or the float32 ones, which it keeps as masters."
             )
-        return p if isinstance(m, optax.MaskedNode) else m
+        return m if is_half(p) else p
 
     return jax.tree_util.tree_map_with_path(leaf, params, master)
