@@ -56,17 +56,6 @@ def pytest_runtest_protocol(item):
         return (yield)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    """Skips a test whose reference JAX can't compute: under `jax_scan3`, it does not differentiate loops yet."""
-    try:
-        return (yield)
-    except NotImplementedError as error:
-        if "Scan3" in str(error):
-            pytest.skip("JAX can't differentiate its upcoming scan")
-        raise
-
-
 def pytest_collection_finish():
     # Tracing allocates so much that the default thresholds spend an eighth of the tests' time on collections.
     gc.freeze()

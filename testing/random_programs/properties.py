@@ -17,10 +17,11 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 import mpjax
-from mpjax.casting.autocast import autocast_of, mark_of, plan_program, run_program
+from mpjax.casting.autocast import autocast_of, plan_program, run_planned
 from mpjax.casting.plan import Plan
 from mpjax.casting.policies import setting_of
 from mpjax.inspection.explanation import Explanation, explanation
+from mpjax.program import compat
 from mpjax.program.tracing import TracedCall
 from mpjax.program.tracing import trace as trace_to_plan
 from testing.measures import HALF, MATMULS, Equation, equations, inner_jaxprs, is_inner_product, matmul_flops, risky_of
@@ -444,7 +445,7 @@ class Subject:
         self._programs: dict[Any, TracedCall] = {}
         self.fun = TRANSFORMS[case.transform](case.program(), lambda fun: fun)
         try:
-            with case.on_mesh():
+            with case.on_mesh(), compat.present_primitives():
                 self.plain = trace(case.plain(), *self.args)
         except Exception as error:
             raise Rejected(f"{type(error).__name__}: {error}") from error
@@ -477,8 +478,7 @@ class Subject:
     def rewritten(self, plan: Plan) -> Traced:
         """The program rewritten by a plan."""
         program = self.program(plan.setting.half)
-        mark = mark_of(program, plan)
-        return trace(lambda *args: run_program(dataclasses.replace(program, arrays=args), plan, mark), *self.args)
+        return trace(lambda *args: run_planned(dataclasses.replace(program, arrays=args), plan), *self.args)
 
 
 def _fails_in_jit(case: Case, subject: Subject, error: Exception) -> bool:
