@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpjax.casting.streams import is_moved_whole, residual_additions
@@ -25,6 +25,9 @@ class Added(enum.IntEnum):
     STEP = 2  # A multiple by a number, such as a learning rate.
 
 
+Product = tuple[int, frozenset[int]]
+
+
 class Contents(NamedTuple):
     """What a value contains and depends on.
 
@@ -34,6 +37,7 @@ class Contents(NamedTuple):
         moved: The input whose elements it has, if it has those of one.
         number: Whether it is a number, or one in each element.
         scaled: Whether it is a multiple by a number.
+        products: The products, as of `Flows`, that it depends on.
     """
 
     terms: Mapping[int, Added] = {}
@@ -41,6 +45,7 @@ class Contents(NamedTuple):
     moved: int | None = None
     number: bool = False
     scaled: bool = False
+    products: frozenset[Product] = frozenset()
 
 
 class Flows(NamedTuple):
@@ -53,7 +58,7 @@ class Flows(NamedTuple):
     """
 
     outs: tuple[Contents, ...]
-    products: tuple[tuple[int, frozenset[int]], ...]
+    products: tuple[Product, ...]
 
 
 _cache: weakref.WeakKeyDictionary[Any, Flows] = weakref.WeakKeyDictionary()
@@ -69,7 +74,7 @@ def flows(jaxpr: Any) -> Flows:
 
 def _flows(jaxpr: Any) -> Flows:
     of = {v: Contents({i: Added.NOTHING}, frozenset((i,)), i) for i, v in enumerate(jaxpr.invars)}
-    products: list[tuple[int, frozenset[int]]] = []
+    products: list[Product] = []
 
     def flow(v: Any) -> Contents:
         known = Contents() if isinstance(v, compat.Literal) else of.get(v, Contents())
@@ -80,14 +85,15 @@ def _flows(jaxpr: Any) -> Flows:
         if primitive(eqn.primitive.name).op is Op.ENTER:
             of.update(zip(eqn.outvars, _through(eqn, read, products), strict=True))
             continue
-        if eqn.primitive.name in MATMULS:
-            products += _products(eqn, read[:2])
+        own = _products(eqn, read[:2]) if eqn.primitive.name in MATMULS else []
+        products += own
         found = _result(eqn, read)
-        of.update((v, found) for v in eqn.outvars)
+        behind = frozenset(own).union(*(x.products for x in read))
+        of.update((v, found._replace(products=behind)) for v in eqn.outvars)
     return Flows(tuple(map(flow, jaxpr.outvars)), tuple(products))
 
 
-def _products(eqn: Any, operands: Sequence[Contents]) -> list[tuple[int, frozenset[int]]]:
+def _products(eqn: Any, operands: Sequence[Contents]) -> list[Product]:
     """The pairs of a matmul. A vector for each element of a batch is no map: it has no dimension of its own."""
     maps = [True, True]
     if eqn.primitive.name == "dot_general":
@@ -124,7 +130,7 @@ def _merged(read: Sequence[Contents], added: Added) -> dict[int, Added]:
     return merged
 
 
-def _through(eqn: Any, read: Sequence[Contents], products: list[tuple[int, frozenset[int]]]) -> list[Contents]:
+def _through(eqn: Any, read: Sequence[Contents], products: list[Product]) -> list[Contents]:
     """The flows of an equation's outputs, given those of its operands; adds the products inside."""
     outs = [Contents() for _ in eqn.outvars]
     for sub in sub_jaxprs(eqn):
@@ -137,10 +143,11 @@ def _through(eqn: Any, read: Sequence[Contents], products: list[tuple[int, froze
         def depends(inputs: frozenset[int]) -> frozenset[int]:
             return frozenset().union(*(operand(i).inputs for i in inputs))
 
-        for i, others in inside.products:
-            multiplied = operand(i).moved
-            if multiplied is not None:
-                products.append((multiplied, depends(others)))
+        def mapped(pairs: Iterable[Product]) -> list[Product]:
+            named = [(operand(i).moved, depends(others)) for i, others in pairs]
+            return [(i, others) for i, others in named if i is not None]
+
+        products += mapped(inside.products)
         if len(inside.outs) != len(outs):  # the condition of a `while`
             continue
         for k, out in enumerate(inside.outs):
@@ -150,6 +157,7 @@ def _through(eqn: Any, read: Sequence[Contents], products: list[tuple[int, froze
                 outs[k].inputs | depends(out.inputs),
                 None if out.moved is None or primitive(eqn.primitive.name).loop else operand(out.moved).moved,
                 scaled=out.scaled,
+                products=outs[k].products.union(mapped(out.products), *(operand(i).products for i in out.inputs)),
             )
     return outs
 
@@ -159,14 +167,16 @@ def added_to(body: SubJaxpr, i: int) -> Added:
     return flows(body.jaxpr).outs[i].terms.get(body.consts + i, Added.NOTHING)
 
 
-def is_one_map(body: SubJaxpr) -> bool:
-    """Whether the iterations of a loop are steps of one map: matmuls multiply its carry by loop invariants only.
+def is_one_map(body: SubJaxpr, i: int) -> bool:
+    """Whether the iterations of a loop update the `i`-th value of its carry by one map.
 
-    The iterations of a `scan` over layers multiply the carry by an array that is scanned.
+    On the way to it, matmuls multiply the carry by loop invariants only. A `scan` over layers multiplies it by an array
+    that is scanned.
     """
     end = body.consts + body.carry
-    multiplied = {i for i, others in flows(body.jaxpr).products if any(body.consts <= j < end for j in others)}
-    return any(i < body.consts for i in multiplied) and not any(i >= end for i in multiplied)
+    products = flows(body.jaxpr).outs[i].products
+    multiplied = {k for k, others in products if any(body.consts <= j < end for j in others)}
+    return any(k < body.consts for k in multiplied) and not any(k >= end for k in multiplied)
 
 
 # Outside of loops: the additions of a program.

@@ -94,6 +94,14 @@ UNARY = (
     "mpjax.float_function(jnp.tanh)({0})",
     "(lambda q: q - lax.pmax(lax.stop_gradient(q), ()))({0})",
     "jax.linearize(jnp.tanh, {0})[1]({0})",
+    # What amplifies a rounding: poles, differences, periods, indices.
+    "jnp.log(1 - jnp.tanh({0}) ** 2 + 1e-3)",
+    "jnp.arctanh(0.999 * jnp.tanh({0}))",
+    "jnp.sqrt(jnp.abs({0}) + 1e-4)",
+    "jnp.sin(30 * {0})",
+    "1 / (1.01 - jnp.tanh({0}))",
+    "{0} - jnp.floor({0})",
+    "jnp.array(CONSTANT[0])[jnp.clip(jnp.floor(2 * {0}), 0, 2).astype(jnp.int32)] * {0}",
     "jax.vjp(jnp.tanh, {0})[1](lax.convert_element_type({0}, jnp.float32))[0]",
 )
 
@@ -153,6 +161,14 @@ MATMULS = (
     (R, (R, M), "jnp.real(({0} * 1j) @ ({1} * 1j))"),
     (R, (R, M), "jnp.dot({0}, {1}, precision=lax.DotAlgorithmPreset.DEFAULT)"),
     (M, (M, M), "lax.dot({0}, {1}, precision=lax.Precision.HIGH)"),
+    # Steps of one map, integers, products, decompositions.
+    (R, (R, M), "{0} + 0.1 * jnp.tanh({0} @ {1})"),
+    (R, (R, M), "lax.scan(lambda c, _: (c + 0.02 * jnp.tanh(c @ {1}), None), {0}, None, length=40)[0]"),
+    (M, (M,), "(jnp.tri(3) @ jnp.tri(3)) * {0}"),
+    (R, (R,), "jnp.sin((jnp.eye(2)[::-1] @ jnp.array([[300.0], [301.0]])) * 0.1) * {0}"),
+    (M, (V, V), "jnp.sin(jnp.einsum('i,j->ij', {0} + 100, {1}))"),
+    (M, (M,), "jnp.linalg.cholesky({0} @ {0}.T + jnp.eye(3))"),
+    (R, (R, M), "jnp.linalg.solve({1} @ {1}.T + jnp.eye(3), {0}.T).T"),
 )
 
 # Masks of the shape (3, 3), or one that broadcasts to it, in which every row has an entry.

@@ -26,7 +26,16 @@ from mpjax.program.tracing import TracedCall
 from mpjax.program.tracing import trace as trace_to_plan
 from testing.measures import HALF, MATMULS, Equation, equations, inner_jaxprs, is_inner_product, matmul_flops, risky_of
 from testing.random_programs.cases import OUTSIDE, TRANSFORMS, Case
-from testing.random_programs.evaluate import Unsupported, as_typed, evaluate, exact, float8_casts, is_float, rounded
+from testing.random_programs.evaluate import (
+    Unsupported,
+    as_typed,
+    casts_by_hand,
+    evaluate,
+    exact,
+    float8_casts,
+    is_float,
+    rounded,
+)
 
 # Operations that autocast may add: casts, broadcasts before casts, barriers, data movement, wider weight gradients.
 _ADDED_BY_AUTOCAST = frozenset(
@@ -219,6 +228,7 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
         _shapes(e.eqn) for e in _live_equations(found.jaxpr) if e.name in MATMULS and "custom_linear_solve" in e.path
     }
     exact_ones = _with_exact_results(found.jaxpr)
+    fixed |= any(text in case.source for text in _EXACT)
     for e in _live_equations(found.jaxpr):
         if e.name not in MATMULS or id(e.eqn) in exact_ones or not matmul_flops(e.eqn):
             continue
@@ -236,6 +246,10 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
     risky = _risky(found.jaxpr) - _risky(plain.jaxpr)
     if risky and "@mpjax.promote_function" not in case.features:  # Its operations run in the dtypes of their inputs.
         raise Failure("risky in half", ", ".join(sorted({name for name, _ in risky})), str(risky))
+
+
+# What keeps matmuls in float32, and their derivatives: integers, indices, decompositions.
+_EXACT = ("jnp.tri(3) @", "[::-1] @", "jnp.linalg.", "astype(jnp.int32)")
 
 
 def _with_exact_results(jaxpr: Any, inside: bool = False) -> set[int]:
@@ -395,6 +409,48 @@ def check_values(case: Case, subject: Subject, found: Traced) -> str:
             f"result {i}: error {error:.3g} of {size:.3g}, rounding {max(errors):.3g}",
         )
     return "checked" if judged else "ill-conditioned"
+
+
+# The allowed error as a multiple of that of careful casts by hand, and what one rounding of the result may add.
+OF_BY_HAND, UNIT = 2.0, 0.5
+
+
+def check_against_casts_by_hand(case: Case, subject: Subject, found: Traced) -> None:
+    """Values and gradients are as close to float64 as with careful casts by hand around every matmul.
+
+    A few numbers are exact by luck. So these casts round up and down at random, several times, and the largest error
+    counts. Half the epsilon of the dtype is added: the carry of a loop that a matmul reads is rounded once, even if the
+    loop doesn't run.
+    """
+    regions = any(feature.startswith("@") for feature in case.features)
+    if case.rules != "default" or case.dtype == "float8" or case.explicit or regions:
+        return
+
+    def by_hand(seed: int) -> Any:
+        store = as_typed if seed == 0 else rounded(case.half, np.random.default_rng(seed))
+        return evaluate(subject.plain, subject.args, as_typed, casts=casts_by_hand(case.half, store))
+
+    try:
+        results = evaluate(found, subject.args, as_typed)
+        draws = [by_hand(seed) for seed in range(4)]
+    except Unsupported:
+        return
+    for i, aval in enumerate(subject.plain.out_avals):
+        reference = subject.reference[i]
+        if not is_float(aval.dtype) or not reference.size:
+            continue
+        size, error = _norm(reference), _norm(results[i] - reference)
+        errors = [_norm(draw[i] - reference) for draw in draws]
+        if not np.isfinite(size) or not np.isfinite(max(errors)) or max(errors) > 0.25 * size:
+            continue
+        added = UNIT * float(jnp.finfo(case.half).eps) * size
+        if error <= OF_BY_HAND * max(errors) + added:
+            continue
+        errors += [_norm(by_hand(seed)[i] - reference) for seed in range(4, 24)]
+        if error <= OF_BY_HAND * max(errors) + added or max(errors) > 0.25 * size:
+            continue
+        if np.isfinite(error) or not _out_of_range(subject.plain, subject.args, case.half):
+            raise Failure("by hand", "error above casts by hand", f"result {i}: {error:.3g}, by hand {max(errors):.3g}")
 
 
 def _out_of_range(plain: Traced, args: Any, half: Any) -> bool:
@@ -565,6 +621,7 @@ def _checked(case: Case, compiled: bool, subject: Subject, retrace: bool) -> str
     if compiled:
         check_runs(case, subject.args)
     try:
+        check_against_casts_by_hand(case, subject, found)
         return check_values(case, subject, found)
     except Failure as failure:
         _raise_unless_jit_leaks(case, subject, failure)

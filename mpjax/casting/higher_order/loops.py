@@ -71,7 +71,7 @@ def _uses_fixed_point(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> tupl
         of_carry = _uses_of_condition(condition, setting)[condition.consts :]
         outs = tuple(out | use for out, use in zip(outs, of_carry, strict=True))
     # The steps of an update are rounded as little as what they update.
-    updated = {i for i in range(body.carry) if added_to(body, i) and _is_updated(body, setting)}
+    updated = {i for i in range(body.carry) if added_to(body, i) and _is_updated(body, i, setting)}
     wanted = tuple(use | Use.AMPLIFIED if i in updated and use else use for i, use in enumerate(outs))
     end = body.consts + body.carry
     while True:
@@ -172,9 +172,9 @@ def _carry_fixed_point(
         levels = grown
 
 
-def _is_updated(body: SubJaxpr, setting: Setting) -> bool:
+def _is_updated(body: SubJaxpr, i: int, setting: Setting) -> bool:
     """Whether what the body adds to must keep its bits. The stream of a `scan` over layers may be half."""
-    return setting.rules.residual_stream == "float32" or is_one_map(body)
+    return setting.rules.residual_stream == "float32" or is_one_map(body, i)
 
 
 def _keeps_float32(level: Level, use: Use, body: SubJaxpr, i: int, setting: Setting) -> bool:
@@ -192,7 +192,7 @@ def _keeps_float32(level: Level, use: Use, body: SubJaxpr, i: int, setting: Sett
     added = added_to(body, i)
     if level == Level.ZERO or (level <= Level.COMPUTED and added == Added.STEP):
         return bool(added)
-    return bool(added) and _is_updated(body, setting)
+    return bool(added) and _is_updated(body, i, setting)
 
 
 # Issuing again.
