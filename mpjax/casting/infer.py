@@ -223,7 +223,7 @@ class Inference:
         """Whether an operand holds integers by construction."""
         if isinstance(v, compat.Literal):
             value = np.asarray(v.val)
-            return bool(np.all(np.floor(value) == value)) if compat.is_inexact(v.aval) else True
+            return bool(np.all(value == np.rint(value))) if compat.is_inexact(v.aval) else True
         return self.values[v].integers if tracked(v) else not compat.is_inexact(v.aval)
 
     def _keeps_integers(self, eqn: Any) -> bool:

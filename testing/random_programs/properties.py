@@ -248,8 +248,8 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
         raise Failure("risky in half", ", ".join(sorted({name for name, _ in risky})), str(risky))
 
 
-# What keeps matmuls in float32, and their derivatives: integers, indices, decompositions.
-_EXACT = ("jnp.tri(3) @", "[::-1] @", "jnp.linalg.", "astype(jnp.int32)")
+# What keeps matmuls in float32, and their derivatives: integers, products, indices, decompositions.
+_EXACT = ("jnp.tri(3) @", "'i,j->ij'", "[::-1] @", "jnp.linalg.", "astype(jnp.int32)")
 
 
 def _with_exact_results(jaxpr: Any, inside: bool = False) -> set[int]:
