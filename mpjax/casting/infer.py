@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpjax.casting.attention.kernel import ATTENTION
-from mpjax.casting.attention.prepare import prepared
+from mpjax.casting.attention.prepare import constants, prepared
 from mpjax.casting.classify import EXACT, OPAQUE, UNTIL_TOLERANCE, Listing
 from mpjax.casting.lattice import (
     FULL,
@@ -26,6 +26,7 @@ from mpjax.casting.lattice import (
     Level,
     Storage,
     at_boundary,
+    constant,
     exact_in_half,
     literal_level,
     made_from,
@@ -92,7 +93,10 @@ class Inference:
         self.jaxpr, self.wanted, self.setting = jaxpr, wanted, setting
         self.uses, self.listings, _ = uses(jaxpr, wanted, setting)
         self.ins = tuple(ins)
-        self.values: dict[Any, Inferred] = {v: PARAMETER for v in jaxpr.constvars if tracked(v)}
+        known = constants(jaxpr)
+        self.values: dict[Any, Inferred] = {
+            v: constant(known.get(v), setting.half) for v in jaxpr.constvars if tracked(v)
+        }
         self.values.update((v, x) for v, x in zip(jaxpr.invars, ins, strict=True) if x is not None)
         self.reads: dict[Any, int] = {}
         self.log: list[tuple[Any, Storage]] = []
@@ -127,7 +131,7 @@ class Inference:
     def operand(self, v: Any) -> Inferred | None:
         """The inferred dtype of a value, for consumers on the infer list."""
         value = self.value(v)
-        if value is None or isinstance(v, compat.Literal):
+        if value is None or isinstance(v, compat.Literal) or value.large:
             return value
         return value._replace(level=softened(value.level, self.use(v)))
 
@@ -178,7 +182,7 @@ class Inference:
         assert value is not None
         if value.storage == HALF or isinstance(v, compat.Literal) or not _only_half(self.use(out)):
             return value
-        if value.integers:
+        if value.integers or value.large:
             return value  # They may need all bits, and their cast costs no memory.
         if value.level == Level.PINNED or (self.setting.rules.weight_gradients != "half" and castable(value)):
             return value  # Cast a parameter after the move, so that the move's gradient stays float32.
@@ -198,10 +202,10 @@ class Inference:
         if step.action is Action.SKIP:
             self.values.update((v, Inferred(Level.COMPUTED, FULL)) for v in eqn.outvars if tracked(v))
             return step
-        integers = self._keeps_integers(eqn)
+        integers, large = self._keeps_integers(eqn), self._keeps_large(eqn)
         for v, value in zip(eqn.outvars, step.outs, strict=True):
             if value is not None:
-                self.values[v] = value._replace(integers=integers or value.integers)
+                self.values[v] = value._replace(integers=integers or value.integers, large=large or value.large)
                 self.unchanged &= value.storage != HALF
         return step
 
@@ -229,6 +233,14 @@ class Inference:
     def _keeps_integers(self, eqn: Any) -> bool:
         """Whether the results of an equation are integers by construction."""
         return primitive(eqn.primitive.name).keeps_integers and all(map(self.is_integer, eqn.invars))
+
+    def is_large(self, v: Any) -> bool:
+        """Whether an operand holds a constant's numbers that half can't represent."""
+        return tracked(v) and not isinstance(v, compat.Literal) and self.values[v].large
+
+    def _keeps_large(self, eqn: Any) -> bool:
+        """Whether the results of an equation have such elements."""
+        return primitive(eqn.primitive.name).keeps_values and any(map(self.is_large, eqn.invars))
 
     def level(self, eqn: Any) -> Level:
         """The level of a result that depends on all inputs of an equation."""
@@ -368,6 +380,9 @@ def _allow(inference: Inference, eqn: Any, listing: Listing) -> Step:
     )
     if mixed or not any(map(tracked, eqn.invars)):
         return inference.in_float32(eqn, listing, Level.FLOAT, "its operands have other dtypes")
+    if any(map(inference.is_large, eqn.invars)):
+        why = f"{EXACT} a constant is outside the range of {inference.setting.half}"
+        return inference.in_float32(eqn, listing, Level.FLOAT, why)
     chosen = listing.entry is not None or listing.region in IN_HALF or inference.setting.rules.level == "half"
     if not chosen and all(map(inference.is_integer, eqn.invars)):
         return inference.in_float32(eqn, listing, Level.COMPUTED, f"{EXACT} its operands are integers")
@@ -394,7 +409,7 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     if listing.region == Region.PROMOTE:
         values = map(inference.value, eqn.invars)
         level = Level.FLOAT if any(x and x.level != Level.HALF for x in values) else level
-    whole = all(map(inference.is_integer, eqn.invars))
+    whole = all(map(inference.is_integer, eqn.invars)) or any(map(inference.is_large, eqn.invars))
     if (
         row.join
         and inference.only_half(eqn)

@@ -54,11 +54,13 @@ class Inferred(NamedTuple):
         level: Its level.
         storage: Its storage dtype.
         integers: Whether it holds integers by construction: counts, masks, labels, permutations.
+        large: Whether it holds a constant's numbers that half can't represent.
     """
 
     level: Level
     storage: Storage
     integers: bool = False
+    large: bool = False
 
 
 PARAMETER = Inferred(Level.INPUT, FULL)
@@ -115,6 +117,22 @@ def literal_level(literal: Any, half: np.dtype) -> Level:
         return Level.ZERO
     representable = float(limits.smallest_subnormal) <= size <= float(limits.max)
     return Level.INPUT if representable or not np.isfinite(size) else Level.FLOAT
+
+
+# Larger constants are weights, in the memory of a device.
+_CONSTANT = 2**16
+
+
+def constant(value: Any, half: np.dtype) -> Inferred:
+    """A constant of the program: castable, unless its finite numbers exceed half's range."""
+    if (
+        getattr(value, "size", _CONSTANT) < _CONSTANT
+        and compat.finfo(half).max < compat.finfo(np.dtype(np.float32)).max
+    ):
+        size = np.abs(np.asarray(value))
+        if np.any((size > float(compat.finfo(half).max)) & np.isfinite(size)):
+            return Inferred(Level.FLOAT, FULL, large=True)
+    return PARAMETER
 
 
 def exact_in_half(literal: Any, half: np.dtype) -> bool:

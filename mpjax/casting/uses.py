@@ -182,7 +182,7 @@ def _of_operands(eqn: Any, outs: Sequence[Use], listing: Listing, setting: Setti
         use = use | Use.AMPLIFIED
     # Numbers of fewer bits are no indices, but values that are quantised.
     indexes = to_integers and eqn.params["new_dtype"].itemsize >= FLOAT32.itemsize
-    if row.decomposes or row.solve or indexes or (out & Use.EXACT and row.is_affine and listing.op is not Op.ALLOW):
+    if row.decomposes or row.solve or indexes or (out & Use.EXACT and row.is_affine and row.op is not Op.ALLOW):
         use = use | Use.EXACT
     return [use, use | Use.AMPLIFIED] if row.amplifies == "second" else [use] * len(eqn.invars)
 

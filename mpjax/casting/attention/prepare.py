@@ -53,6 +53,11 @@ def remember(jaxpr: Any, consts: Sequence[Any]) -> None:
     _consts[jaxpr] = known
 
 
+def constants(jaxpr: Any) -> dict[Any, Any]:
+    """The known constants of an open jaxpr, by variable."""
+    return _consts.get(jaxpr, {})
+
+
 def prepared(jaxpr: Any, setting: Setting) -> Prepared:
     """An open jaxpr with its attentions as single equations, if the rules ask for it."""
     if setting.rules.attention == "unfused":
