@@ -449,6 +449,10 @@ def check_against_casts_by_hand(case: Case, subject: Subject, found: Traced) -> 
         errors += [_norm(by_hand(seed)[i] - reference) for seed in range(4, 24)]
         if error <= OF_BY_HAND * max(errors) + added or max(errors) > 0.25 * size:
             continue
+        # A comparison may have a tie, which rounding one side breaks.
+        stores = [(rounded(case.half, np.random.default_rng(seed)), exact if seed % 2 else None) for seed in range(10)]
+        if any(_norm(evaluate(subject.plain, subject.args, *s)[i] - reference) > 0.25 * size for s in stores):
+            continue
         if np.isfinite(error) or not _out_of_range(subject.plain, subject.args, case.half):
             raise Failure("by hand", "error above casts by hand", f"result {i}: {error:.3g}, by hand {max(errors):.3g}")
 
