@@ -54,7 +54,8 @@ class Equation:
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
     """The sub-jaxprs that an equation runs, except the one with which a scatter combines two elements."""
-    values = (value for name, value in eqn.params.items() if name != "update_jaxpr")
+    params = {**eqn.params, **getattr(eqn.params.get("_prim"), "params", {})}  # of JAX's `call_hi_primitive`
+    values = (value for name, value in params.items() if name != "update_jaxpr")
     parts = (part for value in values for part in (value if isinstance(value, (tuple, list)) else (value,)))
     return [part for part in parts if hasattr(part, "eqns") or hasattr(getattr(part, "jaxpr", None), "eqns")]
 

@@ -41,6 +41,8 @@ def _in_standard_promotion(function):
         with jax.numpy_dtype_promotion("standard"):
             return function(*args, **kwargs)
 
+    if hasattr(function, "__code__"):  # In reports, the user's line is the first outside of libraries.
+        wrapped.__code__ = wrapped.__code__.replace(co_filename=function.__code__.co_filename)
     return wrapped
 
 
