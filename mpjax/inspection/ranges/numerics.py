@@ -32,6 +32,7 @@ from mpjax.policy import HALF_DTYPES, Policy, get_policy
 from mpjax.program import compat
 from mpjax.program.graph import Block, Site, lay_out, owners_of
 from mpjax.program.interpreter import Eager, is_half, is_inexact, widened
+from mpjax.program.linearity import NonlinearRuleWarning
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD
 
@@ -221,13 +222,15 @@ class _Measuring:
         if self.has_half or report.init_scale is None:
             return report
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about operations that the policy leaves in float32, as intended here
+            with warnings.catch_warnings(record=True) as caught:
+                # Those about operations that the policy leaves in float32 are dropped: here that is intended.
+                warnings.simplefilter("always")
                 kept, trials = self._tried([path for path in losing if path], report.init_scale)
         except Exception as error:  # The report is valid without the trial.
             note = f"the recommendation was not tried: autocast fails with {type(error).__name__}: {error}"
             return dataclasses.replace(report, notes=(*report.notes, note))
-        return self.report(kept, trials)
+        rules = dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, NonlinearRuleWarning))
+        return dataclasses.replace(self.report(kept, trials), rules=tuple(rules))
 
     def _tried(self, losing: Sequence[str], init_scale: float) -> tuple[tuple[str, ...], tuple[Tried, ...]]:
         """The modules that must stay in float32, and the trials that show it."""

@@ -105,6 +105,7 @@ class NumericsReport(Report):
         unseen: Operations that `numerics` could not look into (Pallas kernels, callbacks).
         trials: The errors of the gradients and the share in half without and with the recommendation. Empty if the
             program is already in half, or if nothing was tried.
+        rules: About derivative rules that are not linear in their cotangent, whose gradients a loss scale makes wrong.
         notes: Further remarks.
         budget: The error of the gradients that is tolerated.
     """
@@ -129,6 +130,7 @@ class NumericsReport(Report):
     float8: tuple[Float8Range, ...] = ()
     unseen: tuple[str, ...] = ()
     trials: tuple[Tried, ...] = ()
+    rules: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     budget: float = math.inf
 
@@ -221,6 +223,7 @@ class NumericsReport(Report):
                 f"{self.dtype} is not the cause: mpjax.find_nonfinite with that batch shows where; the figures of the "
                 "scale are those of the others"
             )
+        yield from self.rules
         if self.keep_float32:
             yield f"{self.dtype} loses values that matter in {', '.join(self.keep_float32)}"
         if self.losing:
@@ -242,7 +245,7 @@ class NumericsReport(Report):
             )
         elif self.unseen:
             yield f"found nothing that must stay in float32, but {len(self.unseen)} operations were not inspected"
-        elif self.nonfinite:
+        elif self.nonfinite or self.rules:
             return
         elif self.flushed_at(self.loss_scale) > _MUCH:
             yield (

@@ -212,3 +212,16 @@ def test_a_batch_that_is_nan_in_float32_is_no_outlier():
 def test_gradients_that_all_flush_are_the_first_thing_said():
     report = mpjax.numerics(lambda w, x: 1e-9 * jnp.mean(jnp.tanh(x @ w) @ w), jnp.eye(16) * 0.3, jnp.ones((8, 16)))
     assert "flushes 100% of the activation gradients to zero at loss scale 1" in report.headline
+
+
+def test_a_rule_that_ignores_its_cotangent_is_named_and_rounding_is_not_blamed():
+    @jax.custom_vjp
+    def distilled(x, gradient):
+        return jnp.sum(x) * 0
+
+    distilled.defvjp(lambda x, gradient: (jnp.sum(x) * 0, gradient), lambda g, ct: (g, jnp.zeros_like(g)))
+    loss = lambda w, x: distilled(x @ w, jnp.ones((8, 4)))
+    report = mpjax.numerics(loss, jnp.ones((4, 4)), jnp.full((8, 4), 0.25))
+    assert "distilled" in report.headline
+    assert "true_cotangents" in report.headline
+    assert "by rounding" not in str(report)
