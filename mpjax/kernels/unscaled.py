@@ -31,7 +31,7 @@ class UnscaledGradientWarning(UserWarning):
         ...     warnings.simplefilter("always")
         ...     _ = jax.grad(loss)(jnp.ones((8, 8)))
         >>> str(caught[0].message)
-        'float16 is differentiated without loss scaling, so small gradients become zero. Use mpjax.value_and_grad...'
+        "float16 is differentiated without loss scaling, so small gradients become zero. Use mpjax.value_and_grad..."
     """
 
 

@@ -133,5 +133,5 @@ def is_narrow(dtype: Any) -> bool:
         >>> is_narrow("float16"), is_narrow("float8_e5m2"), is_narrow("float32"), is_narrow("int8")
         (True, True, False, False)
     """
-    dtype = jnp.dtype(dtype)
+    dtype = jnp.dtype(dtype) if isinstance(dtype, str) else dtype  # that of PRNG keys is no dtype of NumPy
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 2

@@ -56,7 +56,7 @@ def _without_marks(fun, *args):
         (lambda fun: lambda *args: (*fun(*args)[:-1], True), "structure: type of a result"),
         (lambda fun: lambda *args: _without_marks(fun, *args), "structure: a mark is lost"),
         (lambda fun: lambda *args: 1 / 0, "runs"),
-        (lambda fun: mpjax.autocast(lambda *args: jax.tree.map(lambda x: 1.1 * x, fun(*args))), "accuracy"),
+        (lambda fun: mpjax.autocast(lambda *args: jax.tree.map(lambda x: 1.1 * x, fun(*args))), "by hand"),
     ],
     ids=["left alone", "dtype", "tree", "no array", "no mark", "raises", "another value"],
 )
