@@ -167,8 +167,8 @@ def test_images_without_finite_outputs_count_as_wrong(trained, tmp_path, capsys,
     assert main(["--devices", "1", "--mode", "evaluate", "--output", str(trained), "--export", "float32"]) == 0
     written, damaged = trained / "weights_float32.safetensors", tmp_path / "damaged.safetensors"
     arrays, about = load_file(written), read_about(written)
-    # A convolution of some images overflows float16. NaN goes into the last layer: in XLA's code for CPUs, a relu of NaN
-    # may be 0, in float32 too.
+    # A convolution of some images overflows float16. NaN goes into the last layer: in XLA's code for CPUs, a relu of
+    # NaN may be 0, in float32 too.
     kernel = "params/Dense_0/kernel" if np.isnan(factor) else "params/BasicBlock_0/Conv_1/kernel"
     arrays[kernel] = arrays[kernel] * factor
     save_file(arrays, damaged, {weights._ABOUT: json.dumps(about)})
