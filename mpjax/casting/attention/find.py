@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpjax.casting.attention.axes import Axis, Dims, Unfit, downstream, flat, fresh, joined, of_operand, upstream
-from mpjax.casting.attention.flat import Inlined, changes_dtype, variables
+from mpjax.casting.attention.flat import Inlined, changes_dtype
 from mpjax.casting.attention.masks import HIDES, add_bias, add_mask
 from mpjax.casting.attention.parts import Attention
 from mpjax.casting.setting import tracked
 from mpjax.program import compat
+from mpjax.program.dataflow import variables
 from mpjax.program.primitives import primitive
 
 _RULES = ("custom_jvp_call", "custom_vjp_call")
@@ -43,7 +44,7 @@ class _Step(NamedTuple):
 
 def attentions(flow: Inlined) -> Iterator[Attention]:
     """The attentions of a program without calls, in program order, with those that can't be fused."""
-    for eqn in flow.jaxpr.eqns:
+    for eqn in flow.eqns:
         if eqn.primitive.name == "exp" and eqn.outvars[0] in flow.readers and tracked(eqn.outvars[0]):
             try:
                 attention = _attention(flow, eqn)

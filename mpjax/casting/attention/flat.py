@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -11,32 +11,22 @@ import numpy as np
 
 from mpjax.casting.attention.axes import Dims, Unfit, fresh, upstream
 from mpjax.program import compat
+from mpjax.program.dataflow import Dataflow, live_equations, variables
 from mpjax.program.evaluator import bind
 from mpjax.program.primitives import primitive
 
 
-class Inlined:
-    """The dataflow of an open jaxpr without calls."""
+class Inlined(Dataflow):
+    """The dataflow of an open jaxpr without calls, its dead equations left out."""
 
     def __init__(self, jaxpr: Any, consts: Mapping[Any, Any] = MappingProxyType({})):
-        self.jaxpr, self.consts = jaxpr, consts
-        self._maker_of: dict[Any, Any] = {}
-        self.readers: dict[Any, list[Any]] = {}
+        super().__init__(live_equations(jaxpr), jaxpr.outvars)
         self.visited: set[int] = set()  # The equations that a search has looked at, by `id`.
-        self.returned = set(variables(jaxpr.outvars))
         self._values: dict[Any, Any] = dict(consts)
-        live = set(self.returned)
-        for eqn in reversed(jaxpr.eqns):
-            if not eqn.effects and live.isdisjoint(eqn.outvars):
-                continue
-            self._maker_of.update((v, eqn) for v in eqn.outvars)
-            for v in dict.fromkeys(variables(eqn.invars)):
-                live.add(v)
-                self.readers.setdefault(v, []).append(eqn)
         self._closed = set(consts)
         self._bits: set[Any] = set()  # What random bits determine, and no number that the program is given.
         from_floats = {v for v in (*jaxpr.invars, *jaxpr.constvars) if compat.is_inexact(v.aval)}
-        for eqn in jaxpr.eqns:
+        for eqn in self.eqns:
             read = set(variables(eqn.invars))
             apart = eqn.effects or primitive(eqn.primitive.name).foreign or _communicates(eqn)
             if read <= self._closed and not apart:
@@ -47,8 +37,8 @@ class Inlined:
                 self._bits.update(eqn.outvars)
 
     def maker(self, v: Any) -> Any:
-        """The equation that makes a variable; None for inputs, constants and literals."""
-        eqn = None if isinstance(v, compat.Literal) else self._maker_of.get(v)
+        """As of any dataflow; notes that a search has looked at the equation."""
+        eqn = super().maker(v)
         self.visited.add(id(eqn))
         return eqn
 
@@ -99,37 +89,12 @@ class Inlined:
         """The equations that compute a variable from constants, in order; None if it depends on an input."""
         if isinstance(v, compat.Literal):
             return []
-        return None if v not in self._closed else self._before([v])
+        return None if v not in self._closed else self.before([v])
 
     def ancestors(self, ends: list[Any]) -> set[Any]:
         """The variables on which some depend, with these, without those that depend on no input."""
-        ancestors = {*ends, *(v for eqn in self._before(ends) for v in variables(eqn.invars))}
+        ancestors = {*ends, *(v for eqn in self.before(ends) for v in variables(eqn.invars))}
         return ancestors - self._closed
-
-    def between(self, start: Any, end: Any) -> list[Any]:
-        """The equations by which a variable depends on another, in order."""
-        after, path = {start}, []
-        for eqn in self._before([end], start):
-            if not after.isdisjoint(variables(eqn.invars)):
-                after.update(eqn.outvars)
-                path.append(eqn)
-        return path
-
-    def _before(self, ends: Iterable[Any], start: Any = None) -> list[Any]:
-        """The equations on which variables depend, in order, up to a variable."""
-        waiting, needed = list(ends), set()
-        while waiting:
-            v = waiting.pop()
-            eqn = None if v is start else self.maker(v)
-            if eqn is not None and id(eqn) not in needed:
-                needed.add(id(eqn))
-                waiting.extend(variables(eqn.invars))
-        return [eqn for eqn in self.jaxpr.eqns if id(eqn) in needed]
-
-
-def variables(atoms: Iterable[Any]) -> list[Any]:
-    """The atoms that are not literals."""
-    return [v for v in atoms if not isinstance(v, compat.Literal)]
 
 
 def changes_dtype(eqn: Any) -> bool:

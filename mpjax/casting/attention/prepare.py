@@ -14,12 +14,13 @@ from typing import Any
 import jax
 
 from mpjax.casting.attention.find import attentions
-from mpjax.casting.attention.flat import Inlined, variables
+from mpjax.casting.attention.flat import Inlined
 from mpjax.casting.attention.kernel import ATTENTION, Options, options_of
 from mpjax.casting.attention.parts import Attention
 from mpjax.casting.classify import classify
 from mpjax.casting.setting import Setting
 from mpjax.program import compat, derivative_rules
+from mpjax.program.dataflow import variables
 from mpjax.program.derivative_rules import may_close_over_tracers
 from mpjax.program.graph import SubJaxpr, sub_jaxprs
 from mpjax.program.primitives import Op
