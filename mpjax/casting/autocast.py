@@ -26,6 +26,7 @@ from mpjax.casting.setting import Region, Setting
 from mpjax.kernels import unscaled
 from mpjax.policy import Policy, get_policy
 from mpjax.program import compat
+from mpjax.program.dataflow import dataflow
 from mpjax.program.graph import owners_of, passes_of
 from mpjax.program.source import BACKWARD, SCALED
 from mpjax.program.tracing import TracedCall, functional, trace
@@ -57,10 +58,9 @@ def plan_program(program: TracedCall, setting: Setting, with_owners: bool = Fals
 def run_program(program: TracedCall, planned: Plan, mark: Callable[[Any], Any] | None = None) -> Any:
     """Runs a planned function on the arrays it was traced with. `mark` is applied to the results that it computes."""
     outs = run_closed(planned, program.jaxpr, values_of(program.arrays, planned.ins, planned.setting.half))
-    maker_of = {v: eqn for eqn in compat.open_jaxpr(program.jaxpr).jaxpr.eqns for v in eqn.outvars}
-    results = []
+    flow, results = dataflow(program.jaxpr), []
     for out, x, v in zip(outs, planned.outs, planned.outvars, strict=True):
-        maker = None if isinstance(v, compat.Literal) else maker_of.get(v)
+        maker = flow.maker(v)
         array = array_for(out, TRACED if x is None else FULL, iter(() if maker is None else (maker,)))
         results.append(_result(array, v, planned))
         if mark is not None and maker is not None:

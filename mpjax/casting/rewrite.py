@@ -26,6 +26,7 @@ from mpjax.kernels import staging, weight_gradients
 from mpjax.kernels.scaled_matmul import SCALINGS, Operand
 from mpjax.kernels.tpu import select, selects, unfused
 from mpjax.program import compat
+from mpjax.program.dataflow import Dataflow
 from mpjax.program.evaluator import evaluate
 from mpjax.program.formats import Format
 from mpjax.program.primitives import MATMULS, Op, primitive
@@ -160,8 +161,9 @@ def _run_region(region: RematRegion, operands: Sequence[Any], plan: Plan) -> Seq
     half, model = plan.setting.half, region.model or region
     if model.body is None:
         model.body = _body(model, plan)
+    readers = _flow(region).readers
     arrays = [
-        _without_weak_type(array_for(value, storage, _readers(region, v)))
+        _without_weak_type(array_for(value, storage, iter(readers.get(v, ()))))
         for value, (v, storage) in zip(operands, region.ins, strict=True)
     ]
     with compat.in_scopes(region.scopes):
@@ -183,15 +185,14 @@ def _body(region: RematRegion, plan: Plan) -> Callable[..., tuple[Any, ...]]:
         inside = {v: value_of(array, storage, half) for (v, storage), array in zip(region.ins, arrays, strict=True)}
         scopes = len(region.scopes.stack)
         _run(region, inside, plan, scopes)
-        maker_of = {v: step.eqn for step in region.eqns for v in step.outvars}
-        return tuple(array_for(inside[v], storage, iter([maker_of[v]]), scopes) for v, storage in region.outs)
+        flow = _flow(region)
+        return tuple(array_for(inside[v], storage, iter([flow.maker(v)]), scopes) for v, storage in region.outs)
 
     return body
 
 
-def _readers(region: RematRegion, v: Any) -> Iterator[Any]:
-    """The equations of a region that read a variable."""
-    return (step.eqn for step in region.eqns if any(read is v for read in step.eqn.invars))
+def _flow(region: RematRegion) -> Dataflow:
+    return Dataflow(step.eqn for step in region.eqns)
 
 
 def _barriers(region: RematRegion, plan: Plan) -> bool | tuple[bool, ...]:

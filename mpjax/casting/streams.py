@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
 from typing import Any
 
 from mpjax.casting.setting import tracked
 from mpjax.program import compat
+from mpjax.program.dataflow import dataflow, once_per_jaxpr, variables
 from mpjax.program.primitives import Op, primitive
 
 
+@once_per_jaxpr
 def residual_additions(jaxpr: Any) -> frozenset[Any]:
     """The results of the additions of a jaxpr that make a residual stream.
 
@@ -18,15 +19,14 @@ def residual_additions(jaxpr: Any) -> frozenset[Any]:
     again, or returned, as in the body of a scan over layers. Other additions lack one of these: a GELU's
     `x + 0.044715 x³` is multiplied next, and a bias has no other consumer.
     """
-    jaxpr = compat.open_jaxpr(jaxpr).jaxpr
-    moved = _moved(jaxpr)
+    flow = dataflow(jaxpr)
     readers: collections.Counter[Any] = collections.Counter()
-    continued = {_source(v, moved) for v in jaxpr.outvars if not isinstance(v, compat.Literal)}
+    continued = {flow.source(v, is_moved_whole) for v in flow.returned}
     additions = []
-    for eqn in jaxpr.eqns:
-        if not eqn.outvars or eqn.outvars[0] in moved:
+    for eqn in flow.eqns:
+        if not eqn.outvars or is_moved_whole(eqn):
             continue
-        read = {_source(v, moved) for v in eqn.invars if not isinstance(v, compat.Literal)}
+        read = {flow.source(v, is_moved_whole) for v in variables(eqn.invars)}
         readers.update(read)
         if _adds_arrays(eqn):
             additions.append((eqn.outvars[0], read))
@@ -50,11 +50,6 @@ def _adds_arrays(eqn: Any) -> bool:
     )
 
 
-def _moved(jaxpr: Any) -> dict[Any, Any]:
-    """The operand of each equation that passes it on whole: a reshape, a sharding constraint, a name."""
-    return {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if is_moved_whole(eqn)}
-
-
 def is_moved_whole(eqn: Any) -> bool:
     """Whether an equation passes on its one operand, with all elements."""
     return (
@@ -63,9 +58,3 @@ def is_moved_whole(eqn: Any) -> bool:
         and not isinstance(eqn.invars[0], compat.Literal)
         and compat.numel(eqn.invars[0].aval) == compat.numel(eqn.outvars[0].aval)
     )
-
-
-def _source(v: Any, moved: Mapping[Any, Any]) -> Any:
-    while v in moved:
-        v = moved[v]
-    return v

@@ -7,12 +7,13 @@ layers of a network have the same form, but each multiplies other parameters: se
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpjax.casting.streams import is_moved_whole, residual_additions
 from mpjax.program import compat
+from mpjax.program.dataflow import dataflow, once_per_jaxpr, variables
+from mpjax.program.evaluator import evaluate
 from mpjax.program.graph import SubJaxpr, sub_jaxprs
 from mpjax.program.primitives import MATMULS, Op, primitive
 
@@ -37,7 +38,7 @@ class Contents(NamedTuple):
         moved: The input whose elements it has, if it has those of one.
         number: Whether it is a number, or one in each element.
         scaled: Whether it is a multiple by a number.
-        products: The products, as of `Flows`, that it depends on.
+        products: The products, as of `Summary`, that it depends on.
     """
 
     terms: Mapping[int, Added] = {}
@@ -48,11 +49,11 @@ class Contents(NamedTuple):
     products: frozenset[Product] = frozenset()
 
 
-class Flows(NamedTuple):
-    """The flow of each output of a jaxpr, and the pairs that its matmuls multiply.
+class Summary(NamedTuple):
+    """What the outputs of a jaxpr contain, and the pairs that its matmuls multiply.
 
     Args:
-        outs: The flows of the outputs.
+        outs: The contents of the outputs.
         products: For each matmul that maps a value by an input, moved or not: that input, and the inputs that the other
             operand depends on.
     """
@@ -61,36 +62,27 @@ class Flows(NamedTuple):
     products: tuple[Product, ...]
 
 
-_cache: weakref.WeakKeyDictionary[Any, Flows] = weakref.WeakKeyDictionary()
-
-
-def flows(jaxpr: Any) -> Flows:
+@once_per_jaxpr
+def summary(jaxpr: Any) -> Summary:
     """What each output of a jaxpr contains, through sums, moves, joins, products with numbers and sub-jaxprs."""
-    jaxpr = compat.open_jaxpr(jaxpr).jaxpr
-    if jaxpr not in _cache:
-        _cache[jaxpr] = _flows(jaxpr)
-    return _cache[jaxpr]
-
-
-def _flows(jaxpr: Any) -> Flows:
-    of = {v: Contents({i: Added.NOTHING}, frozenset((i,)), i) for i, v in enumerate(jaxpr.invars)}
+    inputs = {v: Contents({i: Added.NOTHING}, frozenset((i,)), i) for i, v in enumerate(jaxpr.invars)}
     products: list[Product] = []
 
-    def flow(v: Any) -> Contents:
-        known = Contents() if isinstance(v, compat.Literal) else of.get(v, Contents())
+    def contents(v: Any, known: Contents) -> Contents:
         return known._replace(number=known.number or not compat.is_shaped(v.aval) or compat.numel(v.aval) == 1)
 
-    for eqn in jaxpr.eqns:
-        read = list(map(flow, eqn.invars))
+    def rule(eqn: Any, operands: Sequence[Contents]) -> Sequence[Contents]:
+        read = list(map(contents, eqn.invars, operands))
         if primitive(eqn.primitive.name).op is Op.ENTER:
-            of.update(zip(eqn.outvars, _through(eqn, read, products), strict=True))
-            continue
+            return _through(eqn, read, products)
         own = _products(eqn, read[:2]) if eqn.primitive.name in MATMULS else []
-        products += own
-        found = _result(eqn, read)
+        products.extend(own)
         behind = frozenset(own).union(*(x.products for x in read))
-        of.update((v, found._replace(products=behind)) for v in eqn.outvars)
-    return Flows(tuple(map(flow, jaxpr.outvars)), tuple(products))
+        return [_result(eqn, read)._replace(products=behind)] * len(eqn.outvars)
+
+    env = dict.fromkeys(jaxpr.constvars, Contents()) | inputs
+    outs = evaluate(jaxpr, env, rule, constant=lambda literal, eqn: Contents())
+    return Summary(tuple(map(contents, jaxpr.outvars, outs)), tuple(products))
 
 
 def _products(eqn: Any, operands: Sequence[Contents]) -> list[Product]:
@@ -131,10 +123,10 @@ def _merged(read: Sequence[Contents], added: Added) -> dict[int, Added]:
 
 
 def _through(eqn: Any, read: Sequence[Contents], products: list[Product]) -> list[Contents]:
-    """The flows of an equation's outputs, given those of its operands; adds the products inside."""
+    """What an equation's outputs contain, given those of its operands; adds the products inside."""
     outs = [Contents() for _ in eqn.outvars]
     for sub in sub_jaxprs(eqn):
-        inside = flows(sub.jaxpr)
+        inside = summary(sub.jaxpr)
 
         def operand(i: int, sub: SubJaxpr = sub) -> Contents:
             number = sub.operands[i]
@@ -164,7 +156,7 @@ def _through(eqn: Any, read: Sequence[Contents], products: list[Product]) -> lis
 
 def added_to(body: SubJaxpr, i: int) -> Added:
     """What the body of a loop adds to the `i`-th value of its carry."""
-    return flows(body.jaxpr).outs[i].terms.get(body.consts + i, Added.NOTHING)
+    return summary(body.jaxpr).outs[i].terms.get(body.consts + i, Added.NOTHING)
 
 
 def is_one_map(body: SubJaxpr, i: int) -> bool:
@@ -174,7 +166,7 @@ def is_one_map(body: SubJaxpr, i: int) -> bool:
     that is scanned.
     """
     end = body.consts + body.carry
-    products = flows(body.jaxpr).outs[i].products
+    products = summary(body.jaxpr).outs[i].products
     multiplied = {k for k, others in products if any(body.consts <= j < end for j in others)}
     return any(k < body.consts for k in multiplied) and not any(k >= end for k in multiplied)
 
@@ -185,22 +177,13 @@ def is_one_map(body: SubJaxpr, i: int) -> bool:
 _REPEATS = 2  # A layer may well use a parameter twice; an unrolled loop uses it more often.
 
 
+@once_per_jaxpr
 def repeated_updates(jaxpr: Any) -> frozenset[Any]:
     """The residual additions that are steps of one map, as an unrolled loop has them.
 
     Between two such additions, matmuls multiply by no input that they did not multiply by in earlier steps. Each layer
     of a network has parameters of its own.
     """
-    jaxpr = compat.open_jaxpr(jaxpr).jaxpr
-    if jaxpr not in _repeated:
-        _repeated[jaxpr] = _repeated_updates(jaxpr)
-    return _repeated[jaxpr]
-
-
-_repeated: weakref.WeakKeyDictionary[Any, frozenset[Any]] = weakref.WeakKeyDictionary()
-
-
-def _repeated_updates(jaxpr: Any) -> frozenset[Any]:
     additions = residual_additions(jaxpr)
     if len(additions) < 2:
         return frozenset()
@@ -211,7 +194,7 @@ def _repeated_updates(jaxpr: Any) -> frozenset[Any]:
     origin: dict[Any, Any] = {v: v for v in jaxpr.invars}
     found: set[Any] = set()
     for eqn in jaxpr.eqns:
-        read = [v for v in eqn.invars if not isinstance(v, compat.Literal)]
+        read = variables(eqn.invars)
         if is_moved_whole(eqn):
             known: dict[Any, Any]
             for known in (origin, seen, repeats, chain):
@@ -239,28 +222,20 @@ def _factors(eqn: Any, origin: Mapping[Any, Any]) -> set[Any]:
         read = [
             eqn.invars[sub.operands[i]]
             for sub in sub_jaxprs(eqn)
-            for i, _ in flows(sub.jaxpr).products
+            for i, _ in summary(sub.jaxpr).products
             if sub.operands[i] is not None
         ]
-    return {origin[v] for v in read if not isinstance(v, compat.Literal) and v in origin}
+    return {origin[v] for v in variables(read) if v in origin}
 
 
 def is_step(jaxpr: Any, eqn: Any, v: Any) -> bool:
     """Whether a residual addition adds a multiple of a function of one of its operands to it, `x - rate * f(x)`."""
     if eqn.outvars[0] not in residual_additions(jaxpr):
         return False
-    made_by = {out: other for other in jaxpr.eqns for out in other.outvars}
-    waiting, known = [w for w in eqn.invars if w is not v], {v}
-    if not any(w in made_by and _scales(made_by[w]) for w in waiting if not isinstance(w, compat.Literal)):
-        return False
-    while waiting:
-        w = waiting.pop()
-        if w is v:
-            return True
-        if not isinstance(w, compat.Literal) and w not in known:
-            known.add(w)
-            waiting += made_by[w].invars if w in made_by else ()
-    return False
+    flow = dataflow(jaxpr)
+    others = [w for w in variables(eqn.invars) if w is not v]
+    makers = [maker for w in others if (maker := flow.maker(w)) is not None]
+    return any(map(_scales, makers)) and flow.depends(others, v)
 
 
 def _scales(eqn: Any) -> bool:

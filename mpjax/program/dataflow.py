@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 from mpjax.program import compat
+
+_T = TypeVar("_T")
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
@@ -50,41 +52,63 @@ class Dataflow:
         return None if isinstance(v, compat.Literal) else self.maker_of.get(v)
 
     def source(self, v: Any, passes: Callable[[Any], bool]) -> Any:
-        """The value before the equations that only pass it on, which return their first operand."""
-        while (eqn := self.maker(v)) is not None and passes(eqn):
-            v = eqn.invars[0]
+        """The value before the equations that only pass it on: their first operand that is not a literal."""
+        while (eqn := self.maker(v)) is not None and passes(eqn) and (operands := variables(eqn.invars)):
+            v = operands[0]
         return v
+
+    def reached(self, ends: Iterable[Any], start: Any = None) -> Iterator[Any]:
+        """The values on which some depend, with these, each once; not those before the value `start`."""
+        waiting, known = variables(ends), set()
+        while waiting:
+            v = waiting.pop()
+            if v not in known:
+                known.add(v)
+                yield v
+                eqn = None if v is start else self.maker(v)
+                waiting.extend(() if eqn is None else variables(eqn.invars))
+
+    def depends(self, ends: Iterable[Any], start: Any) -> bool:
+        """Whether some values depend on the value `start`, or one of them is it."""
+        return any(v is start for v in self.reached(ends, start))
 
     def before(self, ends: Iterable[Any], start: Any = None) -> list[Any]:
         """The equations on which values depend, in order, up to the value `start`."""
-        waiting, needed = list(ends), set()
-        while waiting:
-            v = waiting.pop()
-            eqn = None if v is start else self.maker(v)
-            if eqn is not None and id(eqn) not in needed:
-                needed.add(id(eqn))
-                waiting.extend(variables(eqn.invars))
+        needed = {id(self.maker(v)) for v in self.reached(ends, start) if v is not start}
         return [eqn for eqn in self.eqns if id(eqn) in needed]
+
+    def after(self, start: Any) -> set[Any]:
+        """The values that depend on a value, with it."""
+        after = {start}
+        for eqn in self.eqns:
+            if not after.isdisjoint(variables(eqn.invars)):
+                after.update(eqn.outvars)
+        return after
 
     def between(self, start: Any, end: Any) -> list[Any]:
         """The equations by which a value depends on another, in order."""
-        after, path = {start}, []
-        for eqn in self.before([end], start):
-            if not after.isdisjoint(variables(eqn.invars)):
-                after.update(eqn.outvars)
-                path.append(eqn)
-        return path
+        after = self.after(start)
+        return [eqn for eqn in self.before([end], start) if not after.isdisjoint(variables(eqn.invars))]
 
 
-_known: weakref.WeakKeyDictionary[Any, Dataflow] = weakref.WeakKeyDictionary()
+def once_per_jaxpr(fun: Callable[[Any], _T]) -> Callable[[Any], _T]:
+    """Caches a function of an open jaxpr while the jaxpr lives. Its results must not hold the jaxpr."""
+    known: weakref.WeakKeyDictionary[Any, _T] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(fun)
+    def cached(jaxpr: Any) -> _T:
+        jaxpr = compat.open_jaxpr(jaxpr).jaxpr
+        if jaxpr not in known:
+            known[jaxpr] = fun(jaxpr)
+        return known[jaxpr]
+
+    return cached
 
 
+@once_per_jaxpr
 def dataflow(jaxpr: Any) -> Dataflow:
-    """The dataflow of an open or closed jaxpr, without its sub-jaxprs; read once."""
-    jaxpr = compat.open_jaxpr(jaxpr).jaxpr
-    if jaxpr not in _known:
-        _known[jaxpr] = Dataflow(jaxpr.eqns, jaxpr.outvars)
-    return _known[jaxpr]
+    """The dataflow of an open or closed jaxpr, without its sub-jaxprs."""
+    return Dataflow(jaxpr.eqns, jaxpr.outvars)
 
 
 def live_equations(jaxpr: Any) -> list[Any]:

@@ -20,6 +20,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax.program import compat, contexts
+from mpjax.program.dataflow import dataflow, once_per_jaxpr
 from mpjax.program.hi_primitives import present, present_open
 
 
@@ -157,14 +158,9 @@ def closes_over_tracers(jaxpr: Any, eqn: Any) -> bool:
     return any(compat.variable_of(const) is not None for const in rules_of(jaxpr, eqn).consts)
 
 
-_own: weakref.WeakKeyDictionary[Any, frozenset[Any]] = weakref.WeakKeyDictionary()
-
-
+@once_per_jaxpr
 def _variables(jaxpr: Any) -> frozenset[Any]:
-    if jaxpr not in _own:
-        results = (v for eqn in jaxpr.eqns for v in eqn.outvars)
-        _own[jaxpr] = frozenset([*jaxpr.constvars, *jaxpr.invars, *results])
-    return _own[jaxpr]
+    return frozenset([*jaxpr.constvars, *jaxpr.invars, *dataflow(jaxpr).maker_of])
 
 
 def trace_live() -> dict[int, DerivativeRules]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from mpjax.program import compat
+from mpjax.program.dataflow import dataflow, variables
 from mpjax.program.evaluator import evaluate
 from mpjax.program.primitives import TABLE, Op, matmul_flops, primitive
 from mpjax.program.source import SCALED, join, module_of, path_of, phase_of, scopes, source_line
@@ -451,13 +452,10 @@ def owners_of(jaxpr: Any, names: Sequence[str]) -> Owners:
 
 def _add_transposes(jaxpr: Any, owners: dict[int, str]) -> None:
     """Adds the owners of parameter gradients, found by the input that they share with the matmul they transpose."""
-    roots: dict[Any, Any] = {}
+    flow = dataflow(jaxpr)
     readers: dict[tuple[Any, str], dict[str, None]] = {}
     for eqn in jaxpr.eqns:
-        name, row = eqn.primitive.name, primitive(eqn.primitive.name)
-        inputs = [roots.get(v, v) for v in eqn.invars if isinstance(v, compat.Var)]
-        if (row.moves or row.whole) and inputs:
-            roots.update(dict.fromkeys(eqn.outvars, inputs[0]))
+        name, inputs = eqn.primitive.name, [flow.source(v, _passes_on) for v in variables(eqn.invars)]
         for inner in sub_jaxprs(eqn):
             _add_transposes(inner.opened, owners)
         if not matmul_flops(eqn):
@@ -470,6 +468,11 @@ def _add_transposes(jaxpr: Any, owners: dict[int, str]) -> None:
                 path, *others = owned
                 owners[id(eqn)] = functools.reduce(_common, others, path)
                 break
+
+
+def _passes_on(eqn: Any) -> bool:
+    row = primitive(eqn.primitive.name)
+    return row.moves or row.whole
 
 
 def _module(name: str) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 
 from mpjax.program import compat
 from mpjax.program.derivative_rules import rules_of
+from mpjax.program.evaluator import evaluate
 from mpjax.program.graph import hidden, passes_of, sub_jaxprs
 from mpjax.program.primitives import Op, Saves, primitive
 from mpjax.program.source import SCALED, TRUE, is_library, scopes, user_stacklevel
@@ -134,14 +135,8 @@ def _dependences(jaxpr: Any, residuals: int) -> list[_In]:
 
 def _results(jaxpr: Any, ins: Sequence[_In]) -> list[_In]:
     opened, consts = compat.open_jaxpr(jaxpr)
-    found = dict(zip((*opened.constvars, *opened.invars), (*map(_constant, consts), *ins), strict=True))
-
-    def read(v: Any) -> _In:
-        return _constant(v.val) if isinstance(v, compat.Literal) else found[v]
-
-    for eqn in opened.eqns:
-        found.update(zip(eqn.outvars, _of_equation(eqn, list(map(read, eqn.invars))), strict=True))
-    return list(map(read, opened.outvars))
+    env = dict(zip((*opened.constvars, *opened.invars), (*map(_constant, consts), *ins), strict=True))
+    return evaluate(opened, env, _of_equation, constant=lambda literal, eqn: _constant(literal.val))
 
 
 def _constant(x: Any) -> _In:
