@@ -18,7 +18,6 @@ from mpjax.inspection.auditing.communication import (
     device_count,
     widens_bfloat16,
 )
-from mpjax.inspection.auditing.dataflow import Flow, Value, flow_of, residuals_of
 from mpjax.inspection.auditing.matmuls import casts_of, findings_of, matmuls_of, traffic_gain
 from mpjax.inspection.auditing.report import Kept
 from mpjax.inspection.auditing.report import PrecisionReport as PrecisionReport
@@ -29,7 +28,9 @@ from mpjax.inspection.trials import argument_names
 from mpjax.loss_scale.usage import unscaled_updates
 from mpjax.program import compat, contexts
 from mpjax.program.graph import Site, not_entered, owners_of, walk
+from mpjax.program.inlining import Flow, Value, flow_of
 from mpjax.program.interpreter import is_float
+from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD
 from mpjax.program.tracing import TracedCall, traced_call
 
@@ -142,14 +143,43 @@ _WIDENED = (
 
 def _kept(residuals: Sequence[Value], flow: Flow) -> tuple[Kept, ...]:
     """The kept values by the operation that makes them, most bytes first."""
-    makers = {value: node.site for node in flow.all_nodes() for value in node.writes}
     rows = (
-        ((site.path, site.source, site.name, value.aval.dtype.name), (value.bytes, 1))
+        ((node.site.path, node.site.source, node.site.name, value.aval.dtype.name), (value.bytes, 1))
         for value in residuals
-        if value.bytes and (site := makers.get(value)) is not None
+        if value.bytes and (node := flow.maker(value)) is not None
     )
     found = (Kept(*place, size, count) for place, (size, count) in added_up(rows).items())
     return tuple(sorted(found, key=lambda row: -row.bytes))
+
+
+def residuals_of(flow: Flow) -> Iterator[Value]:
+    """The values that a program with a gradient keeps from its forward pass for its backward pass.
+
+    Each value counts once, however often it is read. The program's inputs and constants do not count: they are kept
+    anyway. Arrays filled with one constant do not count either: XLA creates them where they are read. A half copy of a
+    weight counts. Residuals within a loop's body count once, as each iteration frees them.
+    """
+    forward: set[Value] = set()
+    filled: set[Value] = set()
+    kept: dict[Value, None] = {}
+    for node in flow.nodes:
+        row = primitive(node.site.name)
+        if node.site.phase != FORWARD:
+            reads = node.reads[:1] if row.identity else node.reads
+            kept |= dict.fromkeys(value for value in map(_whole, reads) if value in forward)
+            continue
+        fills = row.whole or row.op is Op.CONVERT
+        if fills and all(value.constant is not None or value in filled for value in node.reads):
+            filled.update(node.writes)
+        else:
+            forward.update(node.writes)
+        for inner in node.inner:
+            yield from residuals_of(inner)
+    yield from kept
+
+
+def _whole(value: Value) -> Value:
+    return value if value.whole is None else _whole(value.whole)
 
 
 def _residuals(program: TracedCall, flow: Flow, sites: list[Site]) -> tuple[list[Value] | None, Flow, list[str]]:

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax.inspection.auditing.dataflow import INPUT, Flow, Known, Node, Value, known_values
+from mpjax.inspection.auditing.bounds import Known, known_values
 from mpjax.program import compat
 from mpjax.program.graph import Site, sub_jaxprs
+from mpjax.program.inlining import INPUT, Flow, Node, Value
 from mpjax.program.interpreter import is_half
 from mpjax.program.primitives import primitive
 
@@ -65,10 +66,10 @@ class Risk:
 
 def risks_of(flow: Flow) -> tuple[Risk, ...]:
     """The risks of a program, merged by kind, module, line, operation and dtype, the most severe first."""
-    nodes = list(flow.all_nodes())
+    nodes = flow.eqns
     known = known_values(flow)
     found = [("unscaled", node.site, "float16", MEANINGS["unscaled"]) for node in nodes if _is_unscaled(node)]
-    found += [*_operations(nodes), *_loss(flow, nodes)]
+    found += [*_operations(flow), *_loss(flow)]
     for node in nodes:
         found += _constants(node, known)
     found += _vanished(nodes)
@@ -86,18 +87,16 @@ def _is_unscaled(node: Node) -> bool:
 RiskySite = tuple[str, Site, str, str]  # kind, site, dtype, why
 
 
-def _operations(nodes: Sequence[Node]) -> Iterator[RiskySite]:
+def _operations(flow: Flow) -> Iterator[RiskySite]:
     """Half operations that need float32. Those of a softmax are reported as one."""
-    risky = [(node, dtype) for node in nodes if (dtype := _risky(node))]
-    maxima = {_place(node.site) for node in nodes if node.site.name == "reduce_max"}
+    risky = [(node, dtype) for node in flow.eqns if (dtype := _risky(node))]
+    maxima = {_place(node.site) for node in flow.eqns if node.site.name == "reduce_max"}
     softmaxes = {_place(node.site) for node, _ in risky if primitive(node.site.name).risk == "exp"} & maxima
-    makers = {value: node for node in nodes for value in node.writes}
 
     def of_sum(value: Value) -> bool:
         """Whether a value is a sum, as in log_softmax, and not a probability."""
-        while value in makers and _passes(makers[value].site):
-            value = makers[value].reads[0]
-        return value in makers and makers[value].site.name == "reduce_sum"
+        node = flow.maker(flow.source(value, _passes))
+        return node is not None and node.site.name == "reduce_sum"
 
     for node, dtype in risky:
         name = node.site.name
@@ -106,10 +105,10 @@ def _operations(nodes: Sequence[Node]) -> Iterator[RiskySite]:
         yield kind, node.site, dtype, MEANINGS[kind]
 
 
-def _passes(site: Site) -> bool:
+def _passes(node: Node) -> bool:
     """Whether an operation only moves, repeats or casts."""
-    row = primitive(site.name)
-    return row.moves or row.whole or site.name == "convert_element_type"
+    row = primitive(node.site.name)
+    return row.moves or row.whole
 
 
 def _risky(node: Node) -> str:
@@ -126,12 +125,11 @@ def _place(site: Site) -> tuple[str, str]:
     return site.path, site.source
 
 
-def _loss(flow: Flow, nodes: Sequence[Node]) -> Iterator[RiskySite]:
+def _loss(flow: Flow) -> Iterator[RiskySite]:
     """Scalar results in half: a loss or a metric."""
-    makers = {value: node.site for node in nodes for value in node.writes}
     for value in dict.fromkeys(flow.outputs):
-        if is_half(value) and not value.aval.shape and value in makers:
-            yield "loss", makers[value], value.aval.dtype.name, MEANINGS["loss"]
+        if is_half(value) and not value.aval.shape and (node := flow.maker(value)) is not None:
+            yield "loss", node.site, value.aval.dtype.name, MEANINGS["loss"]
 
 
 def _constants(node: Node, known: dict[Value, Known]) -> Iterator[RiskySite]:
@@ -222,16 +220,14 @@ _SMALL_FACTOR, _KEEPING_FACTOR = 0.05, 0.9
 
 def _updates(flow: Flow, known: dict[Value, Known]) -> Iterator[RiskySite]:
     """Results that add a small multiple of a value to a half argument: updates that half may round away."""
-    makers = {value: node for node in flow.nodes for value in node.writes}
 
     def source(value: Value) -> Value:
-        while value in makers and primitive(makers[value].site.name).moves:
-            value = makers[value].reads[0]
-        return value
+        found: Value = flow.source(value, lambda node: primitive(node.site.name).moves)
+        return found
 
     def factor(value: Value) -> tuple[float, Value | None]:
         """The known magnitude of a product's constant factor, and its other factor."""
-        node = makers.get(source(value))
+        node = flow.maker(source(value))
         if node is None or node.site.name != "mul":
             return math.nan, None
         for number, other in zip(node.reads, node.reads[::-1], strict=True):
@@ -241,7 +237,7 @@ def _updates(flow: Flow, known: dict[Value, Known]) -> Iterator[RiskySite]:
         return math.nan, None
 
     for value in dict.fromkeys(map(source, flow.outputs)):
-        node = makers.get(value)
+        node = flow.maker(value)
         if node is None or not primitive(node.site.name).adds or not is_half(value) or len(node.reads) != 2:
             continue
         for old, new in (node.reads, node.reads[::-1]):
@@ -256,7 +252,7 @@ def _updates(flow: Flow, known: dict[Value, Known]) -> Iterator[RiskySite]:
 
 def _accumulators(flow: Flow) -> Iterator[RiskySite]:
     """Sums over the iterations of a loop that are stored in half after each term."""
-    for node in flow.all_nodes():
+    for node in flow.eqns:
         if primitive(node.site.name).loop:
             body = sub_jaxprs(node.site.eqn)[-1]
             carry = node.inner[-1].inputs[body.consts : body.consts + body.carry]
@@ -270,11 +266,11 @@ def _added_to(flow: Flow, before: Value, after: Value, times: str) -> Iterator[R
     """The additions to a half value that make it a sum or a running mean of other values, and no residual stream."""
     if not is_half(before):
         return
-    makers = {value: node for node in flow.all_nodes() for value in node.writes}
+    dependent = flow.after(before)
 
     def sources(value: Value) -> Iterator[Value]:
         """The values that a value is, seen through moves and the branches of a conditional."""
-        node = makers.get(value)
+        node = flow.maker(value)
         if node is None or not (primitive(node.site.name).moves or node.site.name == "cond"):
             yield value
         elif node.site.name == "cond":
@@ -286,19 +282,15 @@ def _added_to(flow: Flow, before: Value, after: Value, times: str) -> Iterator[R
     @functools.cache
     def transformed(value: Value) -> bool:
         """Whether a value depends on a start through more than differences and scalings."""
-        node = makers.get(value)
+        node = flow.maker(value)
         if node is None:
             return False
         row = primitive(node.site.name)
         is_scaling = row.moves or row.adds or row.whole or node.site.name in ("mul", "div")
-        return any(map(transformed if is_scaling else depends, node.reads))
-
-    @functools.cache
-    def depends(value: Value) -> bool:
-        return value is before or (value in makers and any(map(depends, makers[value].reads)))
+        return any(map(transformed if is_scaling else dependent.__contains__, node.reads))
 
     for result in dict.fromkeys(sources(after)):
-        node = makers.get(result)
+        node = flow.maker(result)
         if node is None or not primitive(node.site.name).adds or len(node.reads) != 2 or not is_half(result):
             continue
         old, new = sorted(node.reads, key=lambda value: before not in sources(value))
