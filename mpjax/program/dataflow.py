@@ -30,8 +30,17 @@ class Dataflow:
     """
 
     def __init__(self, eqns: Iterable[Any], outvars: Iterable[Any] = ()):
-        self.eqns = tuple(eqns)
-        self.returned = frozenset(variables(outvars))
+        self.eqns, self.outvars = tuple(eqns), tuple(outvars)
+
+    @functools.cached_property
+    def returned(self) -> frozenset[Any]:
+        """The outputs that are not literals."""
+        return frozenset(variables(self.outvars))
+
+    @property
+    def free(self) -> list[Any]:
+        """The values that it reads and does not make."""
+        return [v for v in self.readers if v not in self.maker_of]
 
     @functools.cached_property
     def maker_of(self) -> dict[Any, Any]:
