@@ -44,7 +44,7 @@ from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
 from mpjax.program.derivative_rules import closed_over, closes_over_tracers
 from mpjax.program.graph import may_hold_matmuls, paths_of, site_of, sub_jaxprs, walk
-from mpjax.program.primitives import MATMULS, Op, is_product, primitive
+from mpjax.program.primitives import MATMULS, Op, Saves, is_product, primitive
 from mpjax.program.source import join, module_of, source_line
 
 _cache: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDictionary()
@@ -421,7 +421,7 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     if eqn.params.get("out_dtype") is not None:
         return inference.in_float32(eqn, listing, _activation(level), "the user fixed its output dtype")
     # A matmul stores its half result, from which its derivative follows; anything else stores its half operand.
-    exact = inference.setting.recompute and row.saturating and not listing.entry
+    exact = inference.setting.recompute and row.backward.saves is Saves.SATURATING and not listing.entry
     if level == Level.HALF and exact and not inference.used(eqn) & Use.HALF:
         return inference.in_float32(eqn, listing, Level.HALF, f"{why}: half activation, exact near saturation")
     used = inference.used(eqn)

@@ -72,7 +72,7 @@ class RematRegion:
 def is_cheap(eqn: Any) -> bool:
     """Whether an equation may be recomputed."""
     row = primitive(eqn.primitive.name)
-    if eqn.effects or row.expensive:
+    if eqn.effects or row.backward.kept:
         return False
     if row.name == "gather":  # Cheap if it selects elements, as a loss does by its labels, rather than repeating them.
         return compat.numel(eqn.outvars[0].aval) <= compat.numel(eqn.invars[0].aval)
@@ -91,10 +91,10 @@ def _saved(eqn: Any) -> Iterator[Any]:
     if row.call:
         for inner in _inside(eqn):
             yield from _saved(inner)
-    elif row.saves is not Saves.NOTHING and any(map(tracked, eqn.outvars)):
-        if row.name in ("mul", "div") and any(isinstance(v, compat.Literal) for v in eqn.invars):
+    elif row.backward.saves is not Saves.NOTHING and any(map(tracked, eqn.outvars)):
+        if row.scales and any(isinstance(v, compat.Literal) for v in eqn.invars):
             return
-        yield from _variables(eqn) if row.saves is Saves.INPUTS else eqn.outvars
+        yield from _variables(eqn) if row.backward.saves is Saves.INPUTS else eqn.outvars
 
 
 def with_regions(

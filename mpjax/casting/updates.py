@@ -101,7 +101,7 @@ def _result(eqn: Any, read: Sequence[Contents]) -> Contents:
     arrays = [x for x in read if not x.number]
     if not arrays:
         return Contents(inputs=inputs, number=row.elementwise or row.moves or row.whole or row.exact)
-    scales = bool(row.linear) and row.elementwise and len(arrays) == 1
+    scales = row.scales and len(arrays) == 1
     moves = row.moves or row.whole
     moved = arrays[0].moved if moves and len(read) == 1 else None  # not a slice that an index chooses
     if not (scales or moves or row.accumulates or row.join):
@@ -239,5 +239,4 @@ def is_step(jaxpr: Any, eqn: Any, v: Any) -> bool:
 
 
 def _scales(eqn: Any) -> bool:
-    row = primitive(eqn.primitive.name)
-    return bool(row.linear) and row.elementwise and any(compat.numel(v.aval) == 1 for v in eqn.invars)
+    return primitive(eqn.primitive.name).scales and any(compat.numel(v.aval) == 1 for v in eqn.invars)

@@ -181,7 +181,7 @@ def _of_equation(eqn: Any, ins: list[_In]) -> Sequence[_In]:
 
 def _is_sum(row: Any) -> bool:
     """Whether a primitive is linear in all its floating operands together: its derivative saves nothing of them."""
-    return bool(row.linear == "all" or (row.saves is Saves.NOTHING and not row.exact))
+    return bool(row.linear == "all" or (row.backward.saves is Saves.NOTHING and not row.exact))
 
 
 def _of_loop(inner: Sequence[Any], ins: list[_In], count: int) -> Sequence[_In]:

@@ -32,11 +32,35 @@ class Op(enum.Enum):
 
 
 class Saves(enum.Enum):
-    """The floating values that a primitive's derivative saves for the backward pass."""
+    """The floating values from which a primitive's derivative follows."""
 
     NOTHING = "nothing"
     INPUTS = "inputs"
     OUTPUTS = "outputs"
+    SATURATING = "saturating"  # Outputs; 1 - y² and y - y² cancel near saturation: exact where that costs no memory.
+
+
+class Backward(NamedTuple):
+    """What the backward pass takes from a primitive.
+
+    Args:
+        saves: From what its derivative follows; None if it is not differentiated as one operation.
+        kept: Whether its results are stored. Others may be recomputed: that is cheap, and gives the same values.
+    """
+
+    saves: Saves | None
+    kept: bool
+
+    @classmethod
+    def read(cls, text: str) -> Backward:
+        """Reads a word of the table.
+
+        Example:
+            >>> Backward.read("inputs,kept"), Backward.read("-")
+            (Backward(saves=<Saves.INPUTS: 'inputs'>, kept=True), Backward(saves=None, kept=False))
+        """
+        saves = [Saves(word) for word in text.split(",") if word not in ("-", "kept")]
+        return cls(saves[0] if saves else None, "kept" in text)
 
 
 class Primitive(NamedTuple):
@@ -45,16 +69,14 @@ class Primitive(NamedTuple):
     Args:
         name: Its name in JAX.
         op: Its list.
-        saves: The values that its derivative saves; None if it is not differentiated as one operation.
-        expensive: Too expensive, or unsafe, to recompute in the backward pass.
+        backward: What the backward pass takes from it.
         float32_only: Never half, not even in a `half_function`: XLA has no half kernel, or the bits matter.
         elementwise: Mixes arrays with scalars, so its derivative with respect to the scalar is a sum.
         join: Joins arrays without arithmetic, so a cast before it equals a cast after it.
-        saturating: Its derivative (1 - y², y - y²) cancels near saturation; float32 where that costs no memory.
         whole: Its result has exactly the elements of its operand.
         elements: The operands whose elements its result has, as a subscript; empty if it computes new elements.
         exact: Its results have the magnitude of its operands, up to rounding to an integer (`floor`, `sign`, `rem`).
-        linear: In which operands it is linear, where `saves` does not tell: `all` together, `each` alone, the `first`.
+        linear: In which operands it is linear, unless it saves nothing: `all` together, `each` alone, the `first`.
         adds: Adds or subtracts.
         logic: Combines booleans, or tests for finite values.
         risk: Why half precision may be inaccurate: `exp`, `log`, `pow` (range, poles) or `sum` (rounding).
@@ -79,12 +101,10 @@ class Primitive(NamedTuple):
 
     name: str
     op: Op
-    saves: Saves | None = None
-    expensive: bool = False
+    backward: Backward = Backward(None, False)
     float32_only: bool = False
     elementwise: bool = False
     join: bool = False
-    saturating: bool = False
     whole: bool = False
     elements: str = ""
     exact: bool = False
@@ -115,6 +135,11 @@ class Primitive(NamedTuple):
         return self.op in (Op.MOVE, Op.CONVERT)
 
     @property
+    def scales(self) -> bool:
+        """Whether it multiplies or divides elements, so that it scales an array by a number."""
+        return self.elementwise and bool(self.linear)
+
+    @property
     def keeps_values(self) -> bool:
         """Whether each element of the result is an element of an operand."""
         return self.whole or bool(self.elements)
@@ -122,7 +147,7 @@ class Primitive(NamedTuple):
     @property
     def is_affine(self) -> bool:
         """Whether it only adds, scales, joins and moves elements, or chooses among them."""
-        return self.saves is Saves.NOTHING or bool(self.linear) or self.keeps_values
+        return self.backward.saves is Saves.NOTHING or bool(self.linear) or self.keeps_values
 
     @property
     def keeps_integers(self) -> bool:
@@ -148,10 +173,10 @@ def _rows() -> dict[str, Primitive]:
     for line in table.splitlines():
         if not line or line.startswith("#"):
             continue
-        name, op, saves, *traits = line.split()
+        name, op, backward, *traits = line.split()
         assert name not in rows, f"{name} has two rows"
         values: dict[str, Any] = {key: value or True for key, _, value in (trait.partition("=") for trait in traits)}
-        rows[name] = Primitive(name, Op(op), None if saves == "-" else Saves(saves), **values)
+        rows[name] = Primitive(name, Op(op), Backward.read(backward), **values)
     return rows
 
 
@@ -162,7 +187,7 @@ def primitive(name: str) -> Primitive:
     """The row of a primitive; a primitive without a row is opaque.
 
     Example:
-        >>> primitive("exp").op, primitive("exp").saves
+        >>> primitive("exp").op, primitive("exp").backward.saves
         (<Op.DENY: 'deny'>, <Saves.OUTPUTS: 'outputs'>)
         >>> primitive("of_somebody_else").op
         <Op.OPAQUE: 'opaque'>

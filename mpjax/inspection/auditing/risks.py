@@ -16,7 +16,7 @@ from mpjax.program import compat
 from mpjax.program.graph import Site, sub_jaxprs
 from mpjax.program.inlining import INPUT, Flow, Node, Value
 from mpjax.program.interpreter import is_half
-from mpjax.program.primitives import primitive
+from mpjax.program.primitives import Op, primitive
 
 # Most severe first: inf, NaN or wrong results before lost digits.
 MEANINGS = {
@@ -134,9 +134,10 @@ def _loss(flow: Flow) -> Iterator[RiskySite]:
 
 def _constants(node: Node, known: dict[Value, Known]) -> Iterator[RiskySite]:
     """Constants that overflow, vanish or lose digits in half."""
-    if node.site.name == "convert_element_type":
+    row = primitive(node.site.name)
+    if row.op is Op.CONVERT:
         yield from _cast(node, known)
-    elif node.site.name in ("mul", "add", "sub", "div"):
+    elif row.adds or row.scales:
         for value in node.reads:
             # JAX has already rounded the constant to the dtype of the half array.
             if is_half(value) and value.constant is not None and np.isinf(np.asarray(value.constant)).any():
@@ -286,7 +287,7 @@ def _added_to(flow: Flow, before: Value, after: Value, times: str) -> Iterator[R
         if node is None:
             return False
         row = primitive(node.site.name)
-        is_scaling = row.moves or row.adds or row.whole or node.site.name in ("mul", "div")
+        is_scaling = row.moves or row.adds or row.whole or row.scales
         return any(map(transformed if is_scaling else dependent.__contains__, node.reads))
 
     for result in dict.fromkeys(sources(after)):

@@ -114,7 +114,7 @@ class _Analysis:
         own = frozenset({place.number})
         self._note_half(place, own)
         far = own
-        if name == "add_any" or (name in ("mul", "div") and any(not v.aval.shape for v in eqn.invars)):
+        if name == "add_any" or (primitive(name).scales and any(not v.aval.shape for v in eqn.invars)):
             far = own.union(*(producers.far for producers in given))
         return [_Producers(own, far)] * len(eqn.outvars)
 
