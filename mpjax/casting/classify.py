@@ -15,6 +15,8 @@ from mpjax.program.graph import paths_of
 from mpjax.program.primitives import Op, is_product, primitive
 from mpjax.program.source import MARK, SCALED, TRUE, join, module_of, scopes
 
+# By name: the list of these equations depends on their parameters.
+
 # Small whole powers are products of the input with itself and need no more range than `mul`.
 _HARMLESS_POWERS = frozenset({2, 3})
 

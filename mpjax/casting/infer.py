@@ -47,6 +47,8 @@ from mpjax.program.graph import may_hold_matmuls, paths_of, site_of, sub_jaxprs,
 from mpjax.program.primitives import MATMULS, Op, Saves, is_product, primitive
 from mpjax.program.source import join, module_of, source_line
 
+# By name: matmuls and convolutions have different parameters.
+
 _cache: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDictionary()
 
 
@@ -264,7 +266,7 @@ class Inference:
             why = f"{why}{scaled}"
         wide = parameters if is_scaled else smaller
         reads = tuple(self.read(v, FULL if i in wide else HALF) for i, v in enumerate(eqn.invars))
-        if eqn.primitive.name == "mul":
+        if primitive(eqn.primitive.name).multiplies:
             for i in smaller:
                 self.read(eqn.invars[i], HALF)
         for i in () if is_scaled else parameters:
@@ -484,9 +486,9 @@ def _wide(inference: Inference, eqn: Any, listing: Listing) -> Step:
     value = inference.value(operand)
     stored_half = value is not None and value.storage == HALF and castable(value)  # The rows are exact in half.
     activation = level >= Level.HALF and not pinned and inference.only_half(eqn)
-    if eqn.primitive.name == "gather" and (stored_half or activation):
+    if primitive(eqn.primitive.name).lookup and (stored_half or activation):
         return _half_lookup(inference, eqn, listing, HALF)
-    if eqn.primitive.name == "gather" and level >= Level.HALF and selects(eqn.invars[1].aval, eqn.params):
+    if primitive(eqn.primitive.name).lookup and level >= Level.HALF and selects(eqn.invars[1].aval, eqn.params):
         inference.unchanged = False  # `rewrite` issues it in another form for a TPU.
     exact = isinstance(operand, compat.Literal) and exact_in_half(operand, inference.setting.half)
     if exact and inference.only_half(eqn):
@@ -523,7 +525,7 @@ def _looks_up_activations(eqn: Any) -> bool:
 
     Such rows are activations: a gradient of theirs sums over no batch. A permuted weight has one index for each row.
     """
-    return eqn.primitive.name == "gather" and eqn.invars[1].aval.ndim > 2
+    return primitive(eqn.primitive.name).lookup and eqn.invars[1].aval.ndim > 2
 
 
 def _repeats(eqn: Any) -> bool:
@@ -531,7 +533,8 @@ def _repeats(eqn: Any) -> bool:
 
     A cast reads 4 bytes of each element and writes 2, and saves 2 of the 4 that the lookup reads of each.
     """
-    return eqn.primitive.name == "gather" and compat.numel(eqn.outvars[0].aval) > 3 * compat.numel(eqn.invars[0].aval)
+    table, rows = compat.numel(eqn.invars[0].aval), compat.numel(eqn.outvars[0].aval)
+    return primitive(eqn.primitive.name).lookup and rows > 3 * table
 
 
 def _move(inference: Inference, eqn: Any, listing: Listing) -> Step:

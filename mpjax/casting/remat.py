@@ -74,7 +74,7 @@ def is_cheap(eqn: Any) -> bool:
     row = primitive(eqn.primitive.name)
     if eqn.effects or row.backward.kept:
         return False
-    if row.name == "gather":  # Cheap if it selects elements, as a loss does by its labels, rather than repeating them.
+    if row.lookup:  # Cheap if it selects elements, as a loss does by its labels, rather than repeating them.
         return compat.numel(eqn.outvars[0].aval) <= compat.numel(eqn.invars[0].aval)
     if row.call:
         return not any(eqn.params.get("donated_invars", ())) and all(map(is_cheap, _inside(eqn)))
@@ -191,8 +191,9 @@ def _variables(eqn: Any) -> list[Any]:
 
 def _belongs(step: Step) -> bool:
     if step.action is Action.ENTER:
-        folded = step.eqn.primitive.name == "custom_jvp_call" or all(plan.setting.folded for plan in step.plans)
-        return folded and primitive(step.eqn.primitive.name).call and is_cheap(step.eqn)
+        row = primitive(step.eqn.primitive.name)
+        folded = row.rule or all(plan.setting.folded for plan in step.plans)
+        return folded and row.call and is_cheap(step.eqn)
     return step.listing.op is not Op.OPAQUE and is_cheap(step.eqn)
 
 
@@ -252,7 +253,7 @@ class _Stretches:
     def _saved_by(self, step: Step) -> list[Read]:
         """The values that the derivative of a step saves, with storage dtypes."""
         if step.action is Action.ENTER:
-            if step.eqn.primitive.name == "custom_jvp_call":  # a mask, as for relu
+            if primitive(step.eqn.primitive.name).rule:  # a mask, as for relu
                 return [(v, Storage.MASK) for v in step.eqn.outvars]
             return [read for plan in step.plans for inner in plan.eqns for read in self._saved_by(inner)]
         if step.action is not Action.BIND:

@@ -31,6 +31,8 @@ from mpjax.program.evaluator import evaluate
 from mpjax.program.formats import Format
 from mpjax.program.primitives import MATMULS, Op, primitive
 
+# By name: a softmax's maximum is issued in another form for a TPU.
+
 
 class MixedValue:
     """A float32 value of the traced program: the array in each of its precisions, computed when first read."""
@@ -245,7 +247,7 @@ def _bind(step: Step, operands: Sequence[Any], half: np.dtype) -> Sequence[Any]:
         return [MixedValue(half, low=_scaled_matmul(step, operands, params))]
     if step.broadcast:
         shape = eqn.outvars[0].aval.shape
-        if eqn.primitive.name == "mul" and len(step.broadcast) == 1:
+        if primitive(eqn.primitive.name).multiplies and len(step.broadcast) == 1:
             (i,) = step.broadcast
             low = weight_gradients.detached.bind(operands[i][HALF])
             return [value_of(_scaled(args[1 - i], args[i], low), HALF, half)]
@@ -274,7 +276,7 @@ def _bind(step: Step, operands: Sequence[Any], half: np.dtype) -> Sequence[Any]:
 
 def _selects_activations(step: Step, args: Sequence[Any]) -> bool:
     """Whether a step selects an activation of each row, on a TPU; any other array is in memory anyway."""
-    if step.eqn.primitive.name != "gather" or step.outs[0] is None or step.outs[0].level < Level.HALF:
+    if not primitive(step.eqn.primitive.name).lookup or step.outs[0] is None or step.outs[0].level < Level.HALF:
         return False
     return compat.platform() == "tpu" and selects(args[1], step.eqn.params)
 

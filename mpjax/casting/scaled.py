@@ -13,6 +13,8 @@ from mpjax.policy import path_matches
 from mpjax.program.formats import Format
 from mpjax.program.source import scopes
 
+# By name: matmuls and convolutions have different parameters.
+
 Cotangents = Literal["e5m2", "e4m3"]
 WeightGradients = Literal["float8", "half"]
 

@@ -10,6 +10,8 @@ from mpjax.program import compat
 from mpjax.program.dataflow import dataflow, once_per_jaxpr, variables
 from mpjax.program.primitives import Op, primitive
 
+# By name: a residual connection is a sum; a difference is an error.
+
 
 @once_per_jaxpr
 def residual_additions(jaxpr: Any) -> frozenset[Any]:

@@ -17,6 +17,8 @@ from mpjax.program.evaluator import evaluate
 from mpjax.program.graph import SubJaxpr, sub_jaxprs
 from mpjax.program.primitives import MATMULS, Op, primitive
 
+# By name: matmuls and convolutions have different parameters.
+
 
 class Added(enum.IntEnum):
     """What was added to a value that a sum contains."""

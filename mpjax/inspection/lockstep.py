@@ -22,6 +22,8 @@ from mpjax.program.interpreter import Eager, Instrumented, Key, Probe, bound, is
 from mpjax.program.primitives import primitive
 from mpjax.program.source import informative_frame
 
+# By name: primitives whose parameters, or whose cached traces, are read.
+
 
 @dataclasses.dataclass(frozen=True)
 class Group:

@@ -42,6 +42,8 @@ from jax.interpreters import ad, batching, mlir
 from mpjax.kernels import staging
 from mpjax.program import compat
 
+# By name: JAX's transpose rule of a ragged matmul needs a cotangent of another form.
+
 detached = Primitive("detached")
 result = Primitive("matmul_result")
 tangent = Primitive("matmul_tangent")

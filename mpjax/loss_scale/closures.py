@@ -19,6 +19,8 @@ from mpjax.program.objects import functional, is_nnx_object
 from mpjax.program.source import TRUE, scopes
 from mpjax.program.tracing import intercepted
 
+# By name: only a `jit` can be inlined by its parameters.
+
 _ARRAY = object()  # in place of an array in a result
 
 

@@ -29,6 +29,8 @@ from jax._src.shard_map import ShardMapTrace, _as_manual_mesh, _extend_axis_env
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
+# By name: JAX changed the parameters of these primitives. This file is below the table.
+
 Literal, Var = jex.Literal, jex.Var
 WrappedFun = lu.WrappedFun
 

@@ -21,6 +21,8 @@ from mpjax.program.evaluator import evaluate
 from mpjax.program.primitives import TABLE, Op, matmul_flops, primitive
 from mpjax.program.source import SCALED, join, module_of, path_of, phase_of, scopes, source_line
 
+# By name: each holds its sub-jaxprs, and how often they run, in parameters of its own.
+
 _T = TypeVar("_T")
 
 
@@ -201,7 +203,7 @@ def sub_jaxprs(eqn: Any) -> Sequence[SubJaxpr]:
             solve = zip(params["jaxprs"], consts, strict=True)
             return [_padded(jaxpr, operands) for jaxpr, operands in solve if jaxpr is not None]
     inner = _jaxprs_in(eqn)
-    if row.call or name == "shard_map":
+    if row.call or row.shards:
         return [SubJaxpr(jaxpr, every, count) for jaxpr in inner[:1]]
     return [_padded(jaxpr, ()) for jaxpr in inner]
 
@@ -386,7 +388,7 @@ def lay_out(
         around = (*loops, number) if site.is_loop else loops
         blocks, end = [], number + 1
         for inner in sub_jaxprs(eqn) if is_entered(eqn) else ():
-            devices = tuple(manual_axes(eqn.params).items()) if site.name == "shard_map" else axes
+            devices = tuple(manual_axes(eqn.params).items()) if primitive(site.name).shards else axes
             blocks.append(dataclasses.replace(lay_out(inner.jaxpr, end, site, around, devices), split=inner.split))
             end = blocks[-1].end
         sites.append(dataclasses.replace(site, number=number, loops=loops, blocks=tuple(blocks), end=end, axes=axes))

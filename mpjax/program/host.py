@@ -16,6 +16,8 @@ import scipy.special
 from mpjax.program import compat
 from mpjax.program.formats import HALF_DTYPES
 
+# By name: each has an implementation in NumPy.
+
 
 def in_host_memory(x: Any) -> bool:
     """Whether NumPy can read an array in place: it lies in host memory, on one device."""

@@ -93,7 +93,8 @@ def _flow(jaxpr: Any, inputs: Sequence[Value], around: Site | None, owners: Owne
 
     def rule(eqn: Any, reads: Sequence[Value]) -> Sequence[Value]:
         site = site_of(eqn, around, owners)
-        if primitive(site.name).call or site.name == "shard_map":
+        row = primitive(site.name)
+        if row.call or row.shards:
             (inner,) = sub_jaxprs(eqn)
             called = _flow(inner.jaxpr, _arguments(inner.opened, reads), site)
             nodes.extend(called.nodes)

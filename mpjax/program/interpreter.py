@@ -31,6 +31,8 @@ from mpjax.program.graph import Block, Site, lay_out, manual_axes
 from mpjax.program.host import bind_on_host, in_host_memory
 from mpjax.program.primitives import Op, primitive
 
+# By name: each is evaluated in its own way.
+
 # Excess precision would skip the rounding between two half operations, and so hide an overflow.
 COMPILER_OPTIONS: dict[str, bool | int | str] = {"xla_allow_excess_precision": False}
 

@@ -4,7 +4,7 @@ The lists (allow, deny, infer) follow TensorFlow's automatic mixed precision (`a
 `torch.autocast`'s operator reference. They are finer in one respect. JAX derives the backward pass from the program
 that autocast writes, so an operation whose *derivative* is a sum (the list `wide`) must run in float32 too.
 
-No other file contains a set of primitive names. To add a primitive, add a row there.
+No other file knows a primitive by its name, unless it says why. To add a primitive, add a row there.
 """
 
 from __future__ import annotations
@@ -82,10 +82,13 @@ class Primitive(NamedTuple):
         risk: Why half precision may be inaccurate: `exp`, `log`, `pow` (range, poles) or `sum` (rounding).
         amplifies: The operands whose rounding it amplifies, somewhere in their range: `all`, the `second`, or `equals`,
             arrays of one shape. Poles, steps, large derivatives, periods, differences of near-equal numbers.
+        lookup: Looks up rows of its first operand, at the indices of the second.
         decomposes: Decomposes a matrix or solves equations, so its condition number multiplies a rounding.
         chooses: Compares elements to choose among them.
         bits: Depends on the bits or the dtype itself, so it is not computed in another dtype.
         call: Runs its one sub-jaxpr once, on its operands.
+        shards: Runs its one sub-jaxpr once on each device, on its part of the operands.
+        rule: Has a derivative rule of the program.
         loop: Runs its sub-jaxpr repeatedly.
         foreign: Runs code that is not visible to JAX.
         host: Runs Python code on the host.
@@ -113,10 +116,13 @@ class Primitive(NamedTuple):
     logic: bool = False
     risk: str = ""
     amplifies: str = ""
+    lookup: bool = False
     decomposes: bool = False
     chooses: bool = False
     bits: bool = False
     call: bool = False
+    shards: bool = False
+    rule: bool = False
     loop: bool = False
     foreign: bool = False
     host: bool = False
@@ -138,6 +144,11 @@ class Primitive(NamedTuple):
     def scales(self) -> bool:
         """Whether it multiplies or divides elements, so that it scales an array by a number."""
         return self.elementwise and bool(self.linear)
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it multiplies elements."""
+        return self.elementwise and self.linear == "each"
 
     @property
     def keeps_values(self) -> bool:

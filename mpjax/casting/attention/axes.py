@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+# By name: how axes move is in the parameters of each move.
+
 
 class Unfit(Exception):
     """An operation doesn't keep the axes apart."""

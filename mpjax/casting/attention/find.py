@@ -21,9 +21,8 @@ from mpjax.program import compat
 from mpjax.program.dataflow import variables
 from mpjax.program.primitives import primitive
 
-_RULES = ("custom_jvp_call", "custom_vjp_call")
-# Elementwise operations that change probabilities. An attention with one of them is known, and not fused.
-_CHANGES = ("mul", "div", "select_n", "add", "sub", "and", *_RULES)
+# By name: a softmax has a form, in which the place of each operand counts.
+
 _Note = Callable[[Attention], None]
 
 
@@ -145,7 +144,7 @@ def _product(
             if out is None or out in known:
                 continue
             try:
-                if eqn.primitive.name not in _CHANGES:
+                if not _changes(eqn):
                     after = downstream(eqn, of_v)
                 elif out.aval.shape == v.aval.shape:
                     after = of_v
@@ -227,7 +226,7 @@ def _operands(flow: Inlined, eqn: Any, dims: Dims, factor: float) -> Iterator[tu
         yield ins[0], dims, factor, _refusal("its scores are capped (tanh)")
     elif name == "stop_gradient":
         yield ins[0], dims, factor, _refusal("its scores have no gradient")
-    elif name in _RULES:
+    elif primitive(name).rule:
         for v in whole:
             yield v, dims, factor, _refusal("the program has a derivative rule of its own for its scores")
     elif name in ("max", "min", "clamp"):
@@ -337,7 +336,7 @@ def _check_readers(flow: Inlined, attention: Attention) -> None:
                     )
                 attention.refuse(f"its {what} are read by {reader.primitive.name} too")
     changes = [eqn for eqn in attention.inside if attention.probabilities & set(variables(eqn.invars))]
-    changes = [eqn for eqn in changes if eqn.primitive.name in _CHANGES or changes_dtype(eqn)]
+    changes = [eqn for eqn in changes if _changes(eqn) or changes_dtype(eqn)]
     if any(flow.is_random(v) for eqn in changes for v in eqn.invars):
         attention.refuse("dropout on its probabilities")
     for eqn in changes:
@@ -352,6 +351,12 @@ def _check_dtypes(attention: Attention) -> None:
             attention.refuse("the program fixes its dtypes")
     if not all(tracked(bias.v) or not compat.is_inexact(bias.v.aval) for bias in attention.biases):
         attention.refuse("the program fixes the dtype of its bias")
+
+
+def _changes(eqn: Any) -> bool:
+    """Whether an equation changes probabilities by element. An attention with such a one is known, and not fused."""
+    row = primitive(eqn.primitive.name)
+    return row.elementwise or row.logic or row.rule
 
 
 def _is_reciprocal(eqn: Any) -> bool:

@@ -15,6 +15,8 @@ from mpjax.program.dataflow import Dataflow, live_equations, variables
 from mpjax.program.evaluator import bind
 from mpjax.program.primitives import primitive
 
+# By name: a mark of devices, and a cast, are no operations on values.
+
 
 class Inlined(Dataflow):
     """The dataflow of an open jaxpr without calls, its dead equations left out."""

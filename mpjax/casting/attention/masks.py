@@ -17,6 +17,8 @@ from mpjax.casting.attention.layout import Layout, size_of
 from mpjax.casting.attention.parts import Attention, Bias, Mask
 from mpjax.program import compat
 
+# By name: each of these operations changes in its own way what a mask means.
+
 HIDES = float(compat.finfo(np.dtype(np.float16)).min)
 
 

@@ -25,6 +25,8 @@ from mpjax.program.derivative_rules import may_close_over_tracers
 from mpjax.program.graph import SubJaxpr, sub_jaxprs
 from mpjax.program.primitives import Op
 
+# By name: the calls that may be inlined are those without a meaning of their own.
+
 # Not `custom_jvp`: a derivative rule of the program stays.
 _CALLS = ("jit", "pjit", "closed_call", "call", "eval_jaxpr")
 

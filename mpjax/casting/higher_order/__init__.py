@@ -8,6 +8,8 @@ from mpjax.casting.higher_order.custom_derivatives import CUSTOM_JVP, CUSTOM_VJP
 from mpjax.casting.higher_order.loops import SCAN, WHILE
 from mpjax.casting.higher_order.sub_jaxpr import HigherOrder
 
+# By name: each has rules of its own; a test holds them against the table.
+
 HIGHER_ORDER: Mapping[str, HigherOrder] = {
     **CALLS,
     "cond": COND,

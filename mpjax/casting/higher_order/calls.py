@@ -39,6 +39,8 @@ from mpjax.casting.uses import Use, follows_one_value, uses
 from mpjax.program import compat, evaluator
 from mpjax.program.formats import Format
 
+# By name: each is issued in its own way; a test holds them against the table.
+
 # The storage dtypes in which an operand is passed: `(equation, index, its inferred dtype, reads inside as a bit mask)`.
 _Storages = Callable[[Any, int, Inferred | None, int], Sequence[Storage]]
 # Issues the equation again on arrays: `(equation, call, function of the arrays, arrays) → results`.

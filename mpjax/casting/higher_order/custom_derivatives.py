@@ -50,6 +50,8 @@ from mpjax.program.derivative_rules import (
 )
 from mpjax.program.linearity import check_scaled_rule
 
+# By name: rules of `custom_jvp` and `custom_vjp` have different forms.
+
 _WANTED = {HALF: Use.READ | Use.HALF, FULL: Use.READ | Use.FLOAT, TRACED: Use.READ}
 
 

@@ -34,6 +34,8 @@ from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD
 from mpjax.program.tracing import TracedCall, traced_call
 
+# By name: what each kind of higher-order primitive means for the figures.
+
 
 def audit(
     fun: Callable[..., Any],

@@ -15,6 +15,8 @@ from mpjax.program import compat
 from mpjax.program.inlining import Flow, Node, Value
 from mpjax.program.primitives import primitive
 
+# By name: each operation has interval arithmetic of its own.
+
 
 @dataclasses.dataclass(frozen=True)
 class Known:

@@ -16,6 +16,8 @@ from mpjax.inspection.reports import Section, added_up, amount
 from mpjax.program import compat
 from mpjax.program.tracing import functional
 
+# By name: XLA's opcodes.
+
 OPS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 # These compute sums or maxima, so their dtype is also that of the arithmetic.
 REDUCTIONS = ("all-reduce", "reduce-scatter")

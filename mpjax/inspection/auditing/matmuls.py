@@ -15,7 +15,9 @@ from mpjax.program import compat
 from mpjax.program.formats import NAMES, is_narrow
 from mpjax.program.graph import Site, sub_jaxprs
 from mpjax.program.interpreter import is_float
-from mpjax.program.primitives import is_weight_gradient
+from mpjax.program.primitives import Op, is_weight_gradient, primitive
+
+# By name: matmuls and convolutions have different parameters.
 
 ALIGNMENT = 8
 # "If any GEMM dimension is 128 or smaller, speedup is closer to 2x than 8x" (NVIDIA, mixed precision tutorial).
@@ -254,7 +256,7 @@ def _padded(size: int) -> int:
 
 def casts_of(sites: Iterable[Site]) -> dict[str, tuple[int, int]]:
     """The number of casts between floating dtypes, as `float32→float16`, and the bytes they read and write."""
-    return added_up(row for site in sites if site.name == "convert_element_type" for row in _cast(site))
+    return added_up(row for site in sites if primitive(site.name).op is Op.CONVERT for row in _cast(site))
 
 
 def _cast(site: Site) -> Iterator[tuple[str, tuple[int, int]]]:

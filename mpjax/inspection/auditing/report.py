@@ -16,6 +16,8 @@ from mpjax.inspection.devices import DEVICES, device_of
 from mpjax.inspection.reports import Report, Section, added_up, amount, duration, folded, totals
 from mpjax.program.source import BACKWARD, FORWARD, RECOMPUTED
 
+# By name: the words that readers see for primitives.
+
 _FEW = 5  # rows of what keeps most memory
 _PHASES = (FORWARD, RECOMPUTED, BACKWARD)
 # Short names for narrow table columns.

@@ -18,6 +18,8 @@ from mpjax.program.inlining import INPUT, Flow, Node, Value
 from mpjax.program.interpreter import is_half
 from mpjax.program.primitives import Op, primitive
 
+# By name: each risk is a form, in which the place of each operand counts.
+
 # Most severe first: inf, NaN or wrong results before lost digits.
 MEANINGS = {
     "unscaled": "float16 gradients without loss scaling: small ones become zero; use mpjax.value_and_grad with a state",

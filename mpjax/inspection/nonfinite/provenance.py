@@ -22,6 +22,8 @@ from mpjax.program.interpreter import Key, Probe, is_float, is_inexact
 from mpjax.program.primitives import primitive
 from mpjax.program.source import BACKWARD
 
+# By name: loops, branches and checks each pass on a fault in their own way.
+
 INF, NAN = 1, 2
 _FOUND = ("found",)
 

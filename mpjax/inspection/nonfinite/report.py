@@ -9,6 +9,8 @@ from typing import Any
 
 from mpjax.inspection.reports import Report, Section, array_text
 
+# By name: each operation has its own reason for an inf or NaN.
+
 
 @dataclasses.dataclass(frozen=True)
 class OperandRange:

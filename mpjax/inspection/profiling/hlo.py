@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 
 from mpjax.program.source import MARK, informative_frame, split_scopes
 
+# By name: XLA's opcodes.
+
 Place = tuple[str, str]  # file and line
 
 

@@ -20,6 +20,8 @@ from mpjax.program.interpreter import is_half, is_low
 from mpjax.program.primitives import MATMULS, primitive
 from mpjax.program.source import BACKWARD, FORWARD
 
+# By name: mpjax's own primitives of scaled formats, and JAX's sum of gradients.
+
 _NOTHING: frozenset[int] = frozenset()
 
 

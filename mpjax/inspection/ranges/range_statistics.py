@@ -21,6 +21,8 @@ from mpjax.program.interpreter import Key, Probe, is_float
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import RECOMPUTED
 
+# By name: mpjax's own primitive, whose result has the range of its format.
+
 BINS = 256  # float32's exponents
 BIAS = 127
 # As integers, the bits of float32 magnitudes sort like the magnitudes; infinity and NaN are the largest.
