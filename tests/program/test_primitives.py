@@ -80,6 +80,4 @@ def test_no_other_file_knows_primitives_by_name_without_a_reason():
         text = path.read_text()
         found = set(names_in(ast.parse(text))) - WORDS
         reason = "\n# By name: " in text
-        assert bool(found) == reason, (
-            f"{path}: {sorted(found)}: give a trait in primitives.txt, or say `# By name: why`"
-        )
+        assert bool(found) == reason, f"{path}: {sorted(found)}: a trait in primitives.txt, or `# By name: why`"
