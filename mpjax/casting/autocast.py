@@ -73,7 +73,7 @@ def mark_of(program: TracedCall, plan: Plan) -> Callable[[Any], Any] | None:
     """What makes the results of a float16 program warn where they are differentiated; None within scaled losses."""
     if not plan.counts.cast or plan.setting.half != np.float16 or not unscaled.is_outside_scaled_losses():
         return None
-    passes = passes_of(program.jaxpr)
+    passes = passes_of(compat.open_jaxpr(program.jaxpr).jaxpr.eqns)
     if SCALED in passes:
         return None
     return functools.partial(unscaled.marked, backward=BACKWARD in passes and unscaled.warn())

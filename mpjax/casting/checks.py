@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -52,24 +51,20 @@ def check_inputs(program: Any, policy: Policy) -> None:
     # A half batch with float32 parameters is legitimate, and so are half parameters where nothing is trained.
     of_params = [pair for pair in halves if pair[0].startswith("[0][0]")]
     are_params = halves and (of_params or len(halves) == len(floats)) and policy.param_dtype not in HALF_DTYPES
-    if are_params and compat.is_differentiating() and not _has_rounding():
+    if are_params and compat.is_differentiating():
+        half = policy.compute_dtype
         _warn(
             f"autocast: {_shown(of_params or halves)} of the inputs are half already. If they are parameters, their "
             "float32 master weights are missing, and updates smaller than a rounding step are lost: keep parameters in "
             "float32 (autocast casts them where it pays), or give the optimizer mpjax.master_weights, mpjax.kahan or "
-            "mpjax.stochastic_rounding."
+            f"mpjax.stochastic_rounding, and autocast a policy of half params: 'params={half},compute={half},"
+            f"output={policy.output_dtype}'."
         )
     if doubles:
         _warn(
             f"autocast: {_shown(doubles)} of the inputs are float64. Autocast leaves them, and all values "
             "computed from them, in float64. Cast them to float32, or unset jax_enable_x64."
         )
-
-
-def _has_rounding() -> bool:
-    """Whether an optimizer of this process makes up for the rounding of half params."""
-    usage = sys.modules.get("mpjax.loss_scale.usage")  # not imported, because it imports optax
-    return usage is not None and usage.has_rounding()
 
 
 def _shown(pairs: list[tuple[str, Any]]) -> str:

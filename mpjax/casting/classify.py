@@ -13,7 +13,7 @@ from mpjax.casting.tolerance import ends_at_tolerance
 from mpjax.program import compat
 from mpjax.program.graph import paths_of
 from mpjax.program.primitives import Op, is_product, primitive
-from mpjax.program.source import MARK, SCALED, TRUE, join, module_of, scopes
+from mpjax.program.source import MARK, NO_REGIONS, join, module_of, scopes
 
 # By name: the list of these equations depends on their parameters.
 
@@ -36,7 +36,7 @@ class Listing(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _region(scopes: str) -> Region:
     parts = scopes.replace("(", "/").replace(")", "/").split("/")
-    marks = [part for part in parts if part.startswith(MARK) and part not in (SCALED, TRUE)]
+    marks = [part for part in parts if part.startswith(MARK) and part not in NO_REGIONS]
     return Region(marks[-1][len(MARK) :]) if marks else Region.NONE
 
 

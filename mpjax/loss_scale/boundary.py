@@ -8,6 +8,7 @@ scaled either.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -30,10 +31,10 @@ from mpjax.loss_scale.cotangents import (
     unscale_by,
 )
 from mpjax.loss_scale.state import loss_scale_of
-from mpjax.loss_scale.usage import note_gradient, note_rule_outside, warn_of_rules_outside
+from mpjax.loss_scale.usage import warn_of_rules_outside
 from mpjax.policy import is_half
 from mpjax.program import compat, contexts
-from mpjax.program.source import SCALED
+from mpjax.program.source import OUTSIDE, SCALED
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,7 +81,6 @@ def scale_loss(fun: Callable[P, T], opt_state: Any, has_aux: bool = False) -> Ca
 
     Source: Micikevicius et al. 2018, section 3.2 (https://arxiv.org/abs/1710.03740).
     """
-    note_gradient()
     scale = one_scale("scale_loss", opt_state)
     run = checked_aux("scale_loss", fun) if has_aux else fun
 
@@ -165,12 +165,11 @@ def true_cotangents(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
             with no_level():
                 inside, hoisted = closed("true_cotangents", call.results, wide)
             entered, scaled = [*wide, *_widened(hoisted)], levels(of_rules)
-            if scaled is None:
-                entered = list(_outside(entered))
             for scale, mark in scaled or ():
                 entered = _crossed(entered, scale, 1.0 / scale, mark)
             back = [x.astype(like.dtype) for x, like in zip(entered[len(wide) :], hoisted, strict=True)]
-            found = inside([*entered[: len(wide)], *back])
+            with jax.named_scope(OUTSIDE) if scaled is None else contextlib.nullcontext():
+                found = inside([*entered[: len(wide)], *back])
             outs = _widened(found)
             for scale, mark in scaled or ():
                 outs = _crossed(outs, 1.0 / scale, scale, mark)
@@ -180,18 +179,6 @@ def true_cotangents(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
         return call.finish([x.astype(to.dtype) for x, to in zip(outs, like, strict=True)])
 
     return in_float32
-
-
-@jax.custom_jvp
-def _outside(xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """The identity, which notes that it is differentiated."""
-    return list(xs)
-
-
-@_outside.defjvp
-def _outside_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    note_rule_outside()
-    return primals[0], tangents[0]
 
 
 def _crossed(arrays: Sequence[Any], factor: jax.Array, inverse: jax.Array, mark: Any) -> list[Any]:
@@ -231,7 +218,6 @@ def unscale(grads: T, opt_state: Any) -> T:
         >>> float(mpjax.unscale(jnp.float16(4.0), opt_state))
         0.5
     """
-    note_gradient()
     warn_of_rules_outside()
     return unscale_by(grads, loss_scale_of(opt_state))
 

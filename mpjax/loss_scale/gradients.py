@@ -24,7 +24,6 @@ from mpjax.loss_scale.cotangents import (
     unscale_by,
 )
 from mpjax.loss_scale.trees import same_structure
-from mpjax.loss_scale.usage import note_gradient
 from mpjax.policy import is_half, path_string
 from mpjax.program import contexts
 from mpjax.program.objects import contains_nnx_object, functional, with_values
@@ -111,7 +110,6 @@ def value_and_grad(
     run = fun if policy is None else _autocast(fun, policy)
     run = checked_aux("value_and_grad", run) if has_aux else run
     if opt_state is not None:
-        note_gradient()
         one_scale("value_and_grad", opt_state)  # reports a state without a scale here, not at the first step
 
     @functools.wraps(fun)

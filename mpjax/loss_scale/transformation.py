@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -14,15 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from mpjax.kernels.unscaled import note_scaling_loop
 from mpjax.loss_scale import applying
 from mpjax.loss_scale.applying import apply_gradients, as_transformation
 from mpjax.loss_scale.cotangents import unscale_by
 from mpjax.loss_scale.replicas import all_finite
 from mpjax.loss_scale.state import LossScaleState, contains_state
 from mpjax.loss_scale.trees import cast_like, row_major, settled
-from mpjax.loss_scale.usage import Expectation, warn_without_masters
+from mpjax.loss_scale.usage import warn_of_rules_outside, warn_of_unscaled_gradients, warn_without_masters
 from mpjax.policy import get_policy
 from mpjax.program import compat
+from mpjax.program.source import UPDATE
 
 __all__ = ["dynamic_loss_scale", "loss_scale_for", "static_loss_scale"]
 
@@ -226,7 +229,7 @@ def _loss_scaled(
     """The implementation of the public transformations, which differ only in `next_scale`."""
     inner = as_transformation(inner)
     advance, finish = applying.update_in_parts(inner)
-    expected = Expectation(None if grads_are_scaled else float(init_scale))
+    expects_scaled = not grads_are_scaled and init_scale > 1
 
     def init(params: Any) -> LossScaleState:
         params = applying.without_overwritten(applying.trainable(params))
@@ -235,7 +238,6 @@ def _loss_scaled(
             raise ValueError("loss scaling: the wrapped optimizer has a loss scale already. Wrap it once.")
         inner_state = settled(inner, inner_state, params)
         warn_without_masters(inner_state, params)
-        expected.state_made()
         # Separate arrays: two leaves that share a buffer can't be donated.
         return LossScaleState(
             loss_scale=jnp.asarray(init_scale, jnp.float32),
@@ -270,8 +272,13 @@ def _loss_scaled(
 
     def decide(values: Any, state: LossScaleState, extra_args: dict[str, Any]) -> LossScaleState:
         """The next state, whose `last_finite` is the decision."""
-        loss_finite = all_finite(extra_args.get("value"), state.loss_scale, axis_name)
-        finite = all_finite(values, state.loss_scale, axis_name) & loss_finite
+        if grads_are_scaled:
+            warn_of_rules_outside()
+        elif expects_scaled:
+            warn_of_unscaled_gradients(init_scale)
+        with jax.named_scope(UPDATE) if expects_scaled else contextlib.nullcontext():
+            loss_finite = all_finite(extra_args.get("value"), state.loss_scale, axis_name)
+            finite = all_finite(values, state.loss_scale, axis_name) & loss_finite
         return next_state(state, finite, loss_finite)
 
     def true(grads: Any, state: LossScaleState) -> Any:
@@ -281,7 +288,6 @@ def _loss_scaled(
 
     def update(grads: Any, state: LossScaleState, params: Any = None, **extra_args: Any) -> tuple[Any, LossScaleState]:
         _check_state("tx.update(grads, state, params)", grads, state, params)
-        expected.at_update()
         if applying.overwritten(grads) is not None:
             raise ValueError(
                 "loss scaling: the gradients have Flax's FP8 collection '_overwrite_with_gradient', which holds "
@@ -308,7 +314,6 @@ def _loss_scaled(
         grads: Any, state: LossScaleState, params: Any, *, also_check: Any = None, **extra_args: Any
     ) -> tuple[Any, LossScaleState]:
         _check_state("apply_gradients(tx, grads, opt_state, params)", grads, state, params)
-        expected.at_update()
 
         def take() -> tuple[Any, Any]:
             return apply_gradients(inner, true(grads, state), state.inner_state, params, **extra_args)
@@ -321,6 +326,8 @@ def _loss_scaled(
         )
         return params, new._replace(inner_state=inner_state)
 
+    if grads_are_scaled:
+        note_scaling_loop(decide)
     return LossScaled.make(init, _compiled_once(update), _compiled_once(apply), decides=True)
 
 

@@ -11,7 +11,6 @@ import optax
 
 from mpjax.loss_scale import applying
 from mpjax.loss_scale.applying import apply_gradients, as_transformation
-from mpjax.loss_scale.usage import note_rounding
 from mpjax.optimizer_state.rounding import round_to_nearest
 from mpjax.policy import HALF_DTYPES, get_policy, is_half
 
@@ -80,7 +79,6 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         return inner
 
     def init(params: Any) -> MasterWeightsState:
-        note_rounding()
         params = applying.without_overwritten(applying.trainable(params))
         has_master = jax.tree.map(lambda p, half: is_half(p) or half, params, policy.stores_in_half(params))
         master = jax.tree.map(lambda p, has: p.astype(jnp.float32) if has else optax.MaskedNode(), params, has_master)

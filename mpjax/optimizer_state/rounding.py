@@ -18,7 +18,6 @@ import numpy as np
 import optax
 
 from mpjax.loss_scale.applying import Transformation, apply_gradients, as_transformation
-from mpjax.loss_scale.usage import note_rounding
 from mpjax.policy import is_half, path_string
 
 _MANTISSA_BITS = 23  # of float32, like the next two constants
@@ -210,7 +209,6 @@ def stochastic_rounding(
     inner = as_transformation(inner)
 
     def init(params: Any) -> StochasticRoundingState:
-        note_rounding()
         return StochasticRoundingState(key_from(seed), inner.init(_widen(params)))
 
     def rounder(state: StochasticRoundingState, params: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
@@ -279,7 +277,6 @@ def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationEx
     inner = as_transformation(inner)
 
     def init(params: Any) -> KahanState:
-        note_rounding()
         compensation = jax.tree.map(lambda p: jnp.zeros_like(p) if is_half(p) else optax.MaskedNode(), params)
         return KahanState(compensation, inner.init(_widen(params)))
 

@@ -792,19 +792,22 @@ def axes_of_spec(spec: Any) -> set[str]:
     return names
 
 
-def live_equations(names: Sequence[str]) -> list[tuple[dict[str, Any], list[Any], list[Any]]]:
-    """The equations in the current trace that have one of these parameters: parameters, input and output avals.
+class TracedEquation(NamedTuple):
+    """An equation of a trace that has not ended. Its variables have an `aval`."""
 
-    Inner traces have ended: only the program's own equations are still being traced.
-    """
-    equations = []
+    primitive: Any
+    params: dict[str, Any]
+    source_info: Any
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
+
+
+def traced_equations() -> Iterator[TracedEquation]:
+    """The equations of the current trace. Inner traces have ended: their equations are in those of this one."""
     for reference in getattr(getattr(trace_ctx.trace, "frame", None), "tracing_eqns", ()):
         eqn = reference() if callable(reference) else reference
-        if eqn is not None and not any(name in eqn.params for name in names):
-            continue
         if eqn is not None:
-            equations.append((eqn.params, [t.aval for t in eqn.in_tracers], [v.aval for v in eqn.outvars]))
-    return equations
+            yield TracedEquation(eqn.primitive, eqn.params, eqn.source_info, eqn.in_tracers, eqn.outvars)
 
 
 def example(aval: Any, dtype: Any = None) -> Any:

@@ -166,10 +166,9 @@ def _variables(jaxpr: Any) -> frozenset[Any]:
 def trace_live() -> dict[int, DerivativeRules]:
     """The rules of the equations traced so far in the current trace."""
     rules: dict[int, DerivativeRules] = {}
-    for params, invals, outvals in compat.live_equations((_JVP, _VJP)):
-        key = _key(params)
-        assert key is not None
-        rules[key] = _trace_or_defer(params, invals, outvals)
+    for eqn in compat.traced_equations():
+        if (key := _key(eqn.params)) is not None:
+            rules[key] = _trace_or_defer(eqn.params, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars])
     return rules
 
 

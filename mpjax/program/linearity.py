@@ -55,7 +55,7 @@ def check_scaled_rule(eqn: Any, rule: Any, residuals: int, results: int) -> None
         residuals, results: The number of its inputs before the cotangents, and of those of its outputs that matter.
     """
     place = (compat.open_jaxpr(eqn.params["call_jaxpr"]).jaxpr.debug_info.func_src_info or "").rpartition(" at ")[2]
-    if TRUE in scopes(eqn) or is_library(place) or SCALED in passes_of(rule):
+    if TRUE in scopes(eqn) or is_library(place) or SCALED in passes_of(compat.open_jaxpr(rule).jaxpr.eqns):
         return
     outs = _dependences(rule, residuals)[:results]
     if _In.UNKNOWN in outs or all(x in (_In.ZERO, _In.LINEAR) for x in outs):

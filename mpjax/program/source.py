@@ -20,7 +20,10 @@ from mpjax.program import compat
 # through `jit`, `grad` and `vmap`.
 MARK = "mpjax."
 SCALED = MARK + "scaled"  # around the products with the loss scale
+UPDATE = MARK + "update"  # around the decision of an optimizer that expects scaled gradients
 TRUE = MARK + "true"  # around functions with derivative rules that receive true cotangents in a scaled loss
+OUTSIDE = MARK + "outside"  # around such functions outside of scaled losses
+NO_REGIONS = (SCALED, UPDATE, TRUE, OUTSIDE)
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
 _REMATTED = "rematted_computation"  # JAX's scope around the operations that a remat recomputes
 _TRANSFORM = re.compile(r"\b\w+\(")

@@ -21,12 +21,6 @@ PARAMS = jax.device_put({"w": _rng.normal(size=(8, 4)).astype(np.float32), "b": 
 X = jax.device_put(_rng.normal(size=(16, 8)).astype(np.float32))
 
 
-@pytest.fixture(autouse=True)
-def no_rules_outside(monkeypatch):
-    """Warnings depend on what the process did before."""
-    monkeypatch.setattr("mpjax.loss_scale.usage._Seen.rules_outside", False)
-
-
 def state_of(scale=2.0**15):
     return mpjax.dynamic_loss_scale(optax.sgd(0.1), init_scale=scale).init(PARAMS)
 

@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 import mpjax
 
 PARAMS, X = {"w": np.ones((2, 2), np.float32)}, np.ones((4, 2), np.float32)
-MISSED = r"no gradient was scaled by it since its state was made.*mpjax\.value_and_grad"
+MISSED = r"the gradient in this program is not scaled by it.*mpjax\.value_and_grad"
 
 
 def loss_fn(params, x):
@@ -45,23 +45,39 @@ def step_of(tx, gradient, form="update"):
     return step
 
 
-def run(tx, gradient, form="update", restored=False):
-    state = tx.init(PARAMS)
-    if restored:
-        tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
-    jax.eval_shape(step_of(tx, gradient, form), PARAMS, state, X)
+def run(tx, gradient, form="update"):
+    jax.eval_shape(step_of(tx, gradient, form), PARAMS, tx.init(PARAMS), X)
 
 
 @pytest.mark.parametrize("form", ["update", "apply_gradients"])
-def test_an_update_with_gradients_that_nothing_scaled_warns_once(form):
+def test_an_update_in_a_program_whose_gradient_nothing_scaled_warns(form):
+    run(mpjax.dynamic_loss_scale(optax.sgd(0.1)), GRADIENTS["mpjax.grad"])  # in another program
+    with pytest.warns(mpjax.LossScaleWarning, match=MISSED) as caught:
+        run(mpjax.dynamic_loss_scale(optax.sgd(0.1)), plain, form)
+    assert caught[0].filename == __file__
+
+
+def test_what_a_process_did_before_changes_no_warning():
     tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
-    run(mpjax.dynamic_loss_scale(optax.sgd(0.1)), GRADIENTS["mpjax.grad"])  # of another state, made before
-    step = step_of(tx, plain, form)
-    state = tx.init(PARAMS)
-    with pytest.warns(mpjax.LossScaleWarning, match=MISSED):
-        jax.eval_shape(step, PARAMS, state, X)
+    state = tx.init(PARAMS)  # a restored state has no `init` in its process
+    for _ in range(2):
+        mpjax.scale_loss(loss_fn, state)
+        with pytest.warns(mpjax.LossScaleWarning, match=MISSED):
+            jax.eval_shape(step_of(mpjax.dynamic_loss_scale(optax.sgd(0.1)), plain), PARAMS, state, X)
+
+
+def test_a_gradient_inside_a_scan_or_a_remat_is_seen():
+    tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
+
+    def step(gradient, params, state, xs):
+        body = lambda total, x: (jax.tree.map(jnp.add, total, gradient(params, state, x)), None)
+        grads, _ = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), xs)
+        return tx.update(grads, state, params)
+
     with warnings.catch_warnings(action="error"):
-        jax.eval_shape(lambda *args: step(*args), PARAMS, state, X)
+        jax.eval_shape(lambda *args: step(GRADIENTS["mpjax.grad"], *args), PARAMS, tx.init(PARAMS), X[None])
+    with pytest.warns(mpjax.LossScaleWarning, match=MISSED):
+        jax.eval_shape(lambda *args: step(plain, *args), PARAMS, tx.init(PARAMS), X[None])
 
 
 def test_nnx_and_train_states_warn_as_well():
@@ -72,7 +88,7 @@ def test_nnx_and_train_states_warn_as_well():
         nnx.jit(lambda m, o: o.update(m, nnx.grad(lambda m: jnp.mean(m(X)))(m)))(model, optimizer)
     state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
     with pytest.warns(mpjax.LossScaleWarning, match=MISSED):
-        state.apply_gradients(grads=jax.grad(loss_fn)(PARAMS, X))
+        jax.jit(lambda state: state.apply_gradients(grads=jax.grad(loss_fn)(state.params, X)))(state)
 
 
 @pytest.mark.filterwarnings("error")
@@ -82,10 +98,9 @@ def test_scaled_gradients_do_not_warn(gradient):
 
 
 @pytest.mark.filterwarnings("error")
-def test_scales_of_1_gradients_scaled_by_hand_and_restored_states_do_not_warn():
+def test_scales_of_1_and_gradients_scaled_by_hand_do_not_warn():
     run(mpjax.loss_scale_for(optax.sgd(0.1), "mixed_bfloat16"), plain)
     run(mpjax.dynamic_loss_scale(optax.sgd(0.1), grads_are_scaled=True), plain)
-    run(mpjax.dynamic_loss_scale(optax.sgd(0.1)), plain, restored=True)
 
 
 @pytest.mark.parametrize("gradient", ["jax.grad", "mpjax.grad"])

@@ -25,13 +25,12 @@ from mpjax.inspection.auditing.risks import Risk, risks_of
 from mpjax.inspection.devices import device_of, local_device
 from mpjax.inspection.reports import added_up, reason, totals
 from mpjax.inspection.trials import argument_names
-from mpjax.loss_scale.usage import unscaled_updates
 from mpjax.program import compat, contexts
 from mpjax.program.graph import Site, not_entered, owners_of, walk
 from mpjax.program.inlining import Flow, Value, flow_of
 from mpjax.program.interpreter import is_float
 from mpjax.program.primitives import Op, primitive
-from mpjax.program.source import BACKWARD, FORWARD
+from mpjax.program.source import BACKWARD, FORWARD, SCALED, UPDATE, scopes
 from mpjax.program.tracing import TracedCall, traced_call
 
 # By name: what each kind of higher-order primitive means for the figures.
@@ -85,8 +84,7 @@ def audit(
     kwargs = dict(kwargs or {})
     # An unknown device raises before the program is traced.
     tpu = device_of(device).is_tpu if device is not None else compat.platform() == "tpu"
-    with unscaled_updates() as scales:
-        program = traced_call(fun, args, kwargs)
+    program = traced_call(fun, args, kwargs)
     owners = owners_of(program.jaxpr, argument_names(program, args, kwargs))
     sites = list(walk(program.jaxpr, owners=owners))
     flow = flow_of(program.jaxpr, owners)
@@ -99,7 +97,7 @@ def audit(
         name=getattr(fun, "__name__", type(fun).__name__),
         matmuls=matmuls,
         findings=findings_of(matmuls, tpu),
-        risks=(*_unscaled(scales, sites), *risks_of(flow)),
+        risks=(*_unscaled(sites), *risks_of(flow)),
         residuals=None if residuals is None else totals((v.aval.dtype.name, v.bytes) for v in residuals if v.bytes),
         kept=_kept(residuals or (), kept_in),
         scores=scores,
@@ -114,11 +112,12 @@ def audit(
     )
 
 
-def _unscaled(scales: list[float], sites: list[Site]) -> list[Risk]:
+def _unscaled(sites: list[Site]) -> list[Risk]:
     """The risk of a training step that updates by a loss scale, and scales no gradient."""
-    if not scales or all(site.phase == FORWARD for site in sites):
+    marks = {mark for site in sites for mark in (UPDATE, SCALED) if mark in scopes(site.eqn)}
+    if marks != {UPDATE} or all(site.phase == FORWARD for site in sites):
         return []
-    why = f"no gradient is scaled by the optimizer's loss scale of {max(scales):g}: use mpjax.value_and_grad"
+    why = "no gradient is scaled by the optimizer's loss scale: use mpjax.value_and_grad"
     return [Risk("unscaled", "", "", "loss_scale", "float16", (BACKWARD,), 1, why)]
 
 
