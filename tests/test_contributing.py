@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md: its seven walkthroughs give their stated results, and edit only the files that they name."""
+"""CONTRIBUTING.md: its eight walkthroughs give their stated results, and edit only the files that they name."""
 
 import ast
 import os
@@ -17,9 +17,11 @@ WALKTHROUGHS = {
 }
 
 NEW_FILE, LAST_LINE = "", "$"
-# For each walkthrough, the text to add to a file, after the line that begins with the first string.
+# For each walkthrough, the text to add to a file, after the line that begins with the first string; or a word of that
+# line, and the word in its place.
 EDITS = {
     "Add a primitive": {"mpjax/program/primitives.txt": ("exp2   ", "exp3   deny   outputs   risk=exp")},
+    "Keep an output in half": {"mpjax/program/primitives.txt": ("logistic ", "saturating", "outputs")},
     "Add a primitive with a sub-jaxpr": {
         "mpjax/program/primitives.txt": ("composite  ", "noted_call   enter   -   call"),
         "mpjax/casting/higher_order/calls.py": (
@@ -75,6 +77,14 @@ plan = mpjax.explain(lambda x, w: exp3.bind(x @ w) @ w, jnp.ones((4, 4)), jnp.on
 (row,) = [row for row in plan.rows if row.op == "exp3"]
 assert "deny" in row.why, row
 
+one = jnp.ones((4, 4))
+gated = lambda operation: lambda x, w: (operation(x @ w) * (x @ w)) @ w
+stored = {
+    name: [row.dtypes_out for row in mpjax.explain(gated(getattr(jax.lax, name)), one, one).rows if row.op == name]
+    for name in ("logistic", "tanh")
+}
+assert stored == {"logistic": [("float16",)], "tanh": [("float32",)]}, stored
+
 # A library's primitive: it calls a function, with a note.
 noted_call = Primitive("noted_call")
 noted_call.multiple_results = True
@@ -123,13 +133,16 @@ def test_the_walkthroughs_give_their_stated_results(tmp_path):
     for folder in ("mpjax", "examples", "perf"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for edits in EDITS.values():
-        for name, (after, added) in edits.items():
+        for name, (after, *added) in edits.items():
             path = tmp_path / name
             path.parent.mkdir(exist_ok=True)
             lines = [] if after == NEW_FILE else path.read_text().splitlines()
             places = [i + 1 for i, line in enumerate(lines) if line.startswith(after)]
             (place,) = [len(lines)] if after in (NEW_FILE, LAST_LINE) else places
-            lines.insert(place, added)
+            if len(added) == 1:
+                lines.insert(place, *added)
+            else:
+                lines[place - 1] = lines[place - 1].replace(*added)
             path.write_text("\n".join(lines) + "\n")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", OUTCOME]
