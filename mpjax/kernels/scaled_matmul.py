@@ -44,6 +44,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpjax.kernels import weight_gradients
+from mpjax.kernels.derivatives import define, set_derivative, set_identity, set_no_derivative
 from mpjax.program import compat
 from mpjax.program.formats import E4M3, E5M2
 
@@ -403,26 +404,24 @@ def _batched(named: dict[str, Any], dim_of: dict[str, Any], size: int, params: d
     return moved, numbers["dimension_numbers"], dim
 
 
-weight_gradients.define(scale_of, _scale_impl, _scale_abstract_eval, _scale_batch)
+define(scale_of, _scale_impl, _scale_abstract_eval, _scale_batch)
 scale_of.def_impl(jax.jit(_scale_impl, static_argnames="dtype"))
-weight_gradients.set_no_derivative(scale_of)
+set_no_derivative(scale_of)
 
-weight_gradients.define(
-    quantise, _quantise_impl, _quantise_abstract_eval, functools.partial(_batch_with_scale, quantise)
-)
+define(quantise, _quantise_impl, _quantise_abstract_eval, functools.partial(_batch_with_scale, quantise))
 quantise.def_impl(jax.jit(_quantise_impl, static_argnames="dtype"))
 mlir.register_lowering(quantise, _quantise_for_cuda, platform="cuda")
-weight_gradients.set_no_derivative(quantise, lambda q, x, scale, dtype: weight_gradients.remember_copy(q, x))
+set_no_derivative(quantise, lambda q, x, scale, dtype: weight_gradients.remember_copy(q, x))
 
-weight_gradients.define(rescale, _rescale_impl, lambda out, scale: out, functools.partial(_batch_with_scale, rescale))
+define(rescale, _rescale_impl, lambda out, scale: out, functools.partial(_batch_with_scale, rescale))
 rescale.def_impl(jax.jit(_rescale_impl))
-weight_gradients.set_no_derivative(rescale)
+set_no_derivative(rescale)
 
-weight_gradients.set_identity(result, _result_batch)
-weight_gradients.set_derivative(result, _tangent_of_result, (1, 4), _result_transpose)
+set_identity(result, _result_batch)
+set_derivative(result, _tangent_of_result, (1, 4), _result_transpose)
 
-weight_gradients.define(tangent, _tangent_impl, _tangent_abstract_eval, _tangent_batch)
-weight_gradients.set_derivative(tangent, _tangent_of_tangent, None, _tangent_transpose)
+define(tangent, _tangent_impl, _tangent_abstract_eval, _tangent_batch)
+set_derivative(tangent, _tangent_of_tangent, None, _tangent_transpose)
 
 
 class Scaling(NamedTuple):

@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from mpjax.kernels import staging
-from mpjax.kernels.weight_gradients import set_derivative, set_identity
+from mpjax.kernels.derivatives import set_derivative, set_identity
 from mpjax.program import compat, contexts
 from mpjax.program.source import user_stacklevel
 
