@@ -7,16 +7,16 @@ is planned once.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.attention.prepare import constants, prepared
-from mpjax.casting.classify import EXACT, OPAQUE, UNTIL_TOLERANCE, Listing
+from mpjax.casting.classify import Listing
+from mpjax.casting.inference_rules import BY_LIST
 from mpjax.casting.lattice import (
     FULL,
     HALF,
@@ -26,26 +26,23 @@ from mpjax.casting.lattice import (
     Level,
     Storage,
     at_boundary,
+    castable,
     constant,
-    exact_in_half,
     literal_level,
     made_from,
     softened,
 )
-from mpjax.casting.plan import NOTHING, Action, MatmulCounts, Plan, Step, is_left_alone
+from mpjax.casting.plan import Action, MatmulCounts, Plan, Step, counts_of
 from mpjax.casting.remat import with_regions
 from mpjax.casting.scaled import Decision, decide
-from mpjax.casting.setting import AS_TRACED, IN_FLOAT32, IN_HALF, Region, Setting, tracked
-from mpjax.casting.updates import is_step
+from mpjax.casting.setting import Setting, tracked
 from mpjax.casting.uses import RESULT, Use, is_needed, uses
-from mpjax.kernels.tpu import selects
 from mpjax.kernels.weight_gradients import is_pointwise
-from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
 from mpjax.program.derivative_rules import closed_over, closes_over_tracers
-from mpjax.program.graph import may_hold_matmuls, paths_of, site_of, sub_jaxprs, walk
-from mpjax.program.primitives import MATMULS, Op, Saves, is_product, primitive
-from mpjax.program.source import join, module_of, source_line
+from mpjax.program.graph import paths_of
+from mpjax.program.primitives import MATMULS, Op, primitive
+from mpjax.program.source import join, module_of
 
 # By name: matmuls and convolutions have different parameters.
 
@@ -200,7 +197,7 @@ class Inference:
             for v in step.closures:
                 self.read(v, FULL)
         step.all_reads = tuple(self.log)
-        self.counts += _counts_of(step)
+        self.counts += counts_of(step)
         if step.action is Action.SKIP:
             self.values.update((v, Inferred(Level.COMPUTED, FULL)) for v in eqn.outvars if tracked(v))
             return step
@@ -223,7 +220,7 @@ class Inference:
         if not any(map(tracked, eqn.invars)) and not any(map(tracked, eqn.outvars)):
             reads = tuple(self.read(v, TRACED) for v in eqn.invars)
             return Step(eqn, Action.BIND, reads, (None,) * len(eqn.outvars), "no float32", listing)
-        return _BY_LIST[listing.op](self, eqn, listing)
+        return BY_LIST[listing.op](self, eqn, listing)
 
     def is_integer(self, v: Any) -> bool:
         """Whether an operand holds integers by construction."""
@@ -307,51 +304,8 @@ class Inference:
         return is_pointwise(eqn.params, eqn.invars[1].aval.shape)
 
 
-def castable(value: Inferred) -> bool:
-    """Whether a value is a parameter or an input, or computed only from these; not rows that a batch looks up."""
-    return value.level <= Level.COMPUTED
-
-
 def _only_half(use: Use) -> bool:
     return bool(use & Use.HALF) and not use & (Use.FLOAT | Use.MAY_HALF)
-
-
-def _counts_of(step: Step) -> MatmulCounts:
-    is_matmul = step.eqn.primitive.name in MATMULS and not is_product(step.eqn) and step.action is not Action.SKIP
-    left_alone, hides = is_left_alone(step), not step.listing.region and may_hold_matmuls(step.eqn)
-    if not is_matmul and not left_alone and not hides and step.inner is None and step.listing.entry is None:
-        return NOTHING
-    entries = frozenset(() if step.listing.entry is None else (step.listing.entry,))
-    if step.scaled is not None and step.scaled.entry is not None:
-        entries |= {step.scaled.entry}
-    left = int(hides)
-    if left_alone:
-        left = sum(_is_float32_matmul(site.eqn) for j in sub_jaxprs(step.eqn) for site in walk(j.jaxpr))
-    counts = MatmulCounts(left=left, entries=entries)
-    if step.scaled is not None:
-        why = step.scaled.why
-        counts += MatmulCounts(scaled=int(not why), why_not_scaled=frozenset({why} if why else ()))
-    if left and not step.listing.region and not primitive(step.eqn.primitive.name).solve:
-        counts += MatmulCounts(hidden=frozenset({site_of(step.eqn).label}))
-    for inner in (*step.plans, *step.rules):
-        counts += inner.counts
-    loops = counts.loops | {""} if step.listing == UNTIL_TOLERANCE else counts.loops
-    if "" in loops:  # JAX's own functions have no line, but their callers do.
-        line = source_line(step.eqn)
-        counts = dataclasses.replace(counts, loops=loops - {""} | {line})
-    if is_matmul:
-        if step.half:
-            counts += MatmulCounts(cast=1)
-        elif all(v.aval.dtype in HALF_DTYPES for v in step.eqn.invars[:2]):
-            by_region = step.listing.region in IN_HALF  # half_function cast their operands.
-            counts += MatmulCounts(cast=1) if by_region else MatmulCounts(written=1)
-        elif _is_float32_matmul(step.eqn):
-            counts += MatmulCounts(left=1)
-    return counts
-
-
-def _is_float32_matmul(eqn: Any) -> bool:
-    return eqn.primitive.name in MATMULS and not is_product(eqn) and any(map(tracked, eqn.invars))
 
 
 def _smaller_operands(eqn: Any) -> tuple[int, ...]:
@@ -366,231 +320,3 @@ def _smaller_operands(eqn: Any) -> tuple[int, ...]:
         for i, v in enumerate(eqn.invars)
         if tracked(v) and v.aval.shape != shape and not isinstance(v, compat.Literal)
     )
-
-
-# The inference rule of each list.
-
-
-def _activation(level: Level) -> Level:
-    """The level of a float32 result, which forces float32 on its consumers only if it is an activation."""
-    return Level.FLOAT if level >= Level.HALF else level
-
-
-def _allow(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    mixed = any(
-        not tracked(v) and compat.is_inexact(v.aval) and v.aval.dtype != inference.setting.half for v in eqn.invars
-    )
-    if mixed or not any(map(tracked, eqn.invars)):
-        return inference.in_float32(eqn, listing, Level.FLOAT, "its operands have other dtypes")
-    if any(map(inference.is_large, eqn.invars)):
-        why = f"{EXACT} a constant is outside the range of {inference.setting.half}"
-        return inference.in_float32(eqn, listing, Level.FLOAT, why)
-    chosen = listing.entry is not None or listing.region in IN_HALF or inference.setting.rules.level == "half"
-    if not chosen and all(map(inference.is_integer, eqn.invars)):
-        return inference.in_float32(eqn, listing, Level.COMPUTED, f"{EXACT} its operands are integers")
-    why = eqn.params["options"].kind if eqn.primitive is ATTENTION else listing.why
-    return inference.in_half(eqn, listing, Level.HALF, why)
-
-
-def _deny(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    return inference.in_float32(eqn, listing, _activation(inference.level(eqn)), listing.why)
-
-
-def _opaque(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    why = listing.why if listing.region in AS_TRACED else f"{OPAQUE} {listing.why}"
-    why = IN_FLOAT32[Region.FLOAT] if listing.region == Region.FLOAT else why
-    return inference.in_float32(eqn, listing, _activation(inference.level(eqn)), why)
-
-
-def _read(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    return inference.in_float32(eqn, listing, Level.COMPUTED, "its result is not a float")
-
-
-def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    level, row, why = inference.level(eqn), primitive(eqn.primitive.name), listing.why
-    if listing.region == Region.PROMOTE:
-        values = map(inference.value, eqn.invars)
-        level = Level.FLOAT if any(x and x.level != Level.HALF for x in values) else level
-    whole = all(map(inference.is_integer, eqn.invars)) or any(map(inference.is_large, eqn.invars))
-    if (
-        row.join
-        and inference.only_half(eqn)
-        and level != Level.PINNED
-        and not whole
-        and not _joins_parameters(inference, eqn, level)
-    ):
-        return inference.in_half(eqn, listing, min(level, Level.HALF), f"{why}: only its half value is read")
-    if eqn.params.get("out_dtype") is not None:
-        return inference.in_float32(eqn, listing, _activation(level), "the user fixed its output dtype")
-    # A matmul stores its half result, from which its derivative follows; anything else stores its half operand.
-    exact = inference.setting.recompute and row.backward.saves is Saves.SATURATING and not listing.entry
-    if level == Level.HALF and exact and not inference.used(eqn) & Use.HALF:
-        return inference.in_float32(eqn, listing, Level.HALF, f"{why}: half activation, exact near saturation")
-    used = inference.used(eqn)
-    if level == Level.HALF and row.adds and _updates_input(inference, eqn):
-        return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: updates an input of the program")
-    if level == Level.HALF and used & Use.AMPLIFIED and used & Use.ANY_HALF:
-        return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: its rounding would be amplified")
-    if level == Level.HALF and used & Use.HALF and used & Use.FLOAT and not used & Use.MAY_HALF:
-        return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: a float32 operation reads it too")
-    if level == Level.HALF and used & Use.ANY_HALF:
-        return inference.in_half(eqn, listing, Level.HALF, f"{why}: half activation")
-    if level == Level.HALF:
-        return inference.in_float32(eqn, listing, Level.HALF, f"{why}: no path to a half operation")
-    if level == Level.FLOAT:
-        return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: float32 activation")
-    return inference.in_float32(eqn, listing, level, f"{why}: parameters and inputs only")
-
-
-def _updates_input(inference: Inference, eqn: Any) -> bool:
-    """Whether it adds a multiple of a function of an input, or of what is computed from inputs only, to that input."""
-    return any(
-        x is not None and castable(x) and is_step(inference.jaxpr, eqn, v)
-        for v, x in ((v, inference.value(v)) for v in eqn.invars)
-        if not isinstance(v, compat.Literal)
-    )
-
-
-def _joins_parameters(inference: Inference, eqn: Any, level: Level) -> bool:
-    """Whether it joins parameters before they are cast, so that their gradient stays float32.
-
-    Not the parameters that all iterations of a loop read (the kernels of an LSTM): their half copies are made once,
-    before the loop, and the gradients of the iterations are summed in float32.
-    """
-    if level > Level.COMPUTED or inference.setting.rules.weight_gradients == "half":
-        return False
-    invariants = inference.jaxpr.invars[: inference.setting.invariants]
-    return not all(isinstance(v, compat.Literal) or v in invariants for v in eqn.invars)
-
-
-def _wide(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    levels = [value.level for value in map(inference.operand, eqn.invars) if value is not None]
-    level = max(levels, default=Level.COMPUTED)
-    if level == Level.INPUT:
-        level = Level.COMPUTED
-    pinned = level == Level.PINNED
-    if pinned:
-        level = Level.FLOAT
-    operand = eqn.invars[0]
-    if primitive(eqn.primitive.name).replicates and level == Level.COMPUTED and inference.only_half(eqn):
-        return _replicate(inference, eqn, listing)
-    if level == Level.COMPUTED and _looks_up_activations(eqn):
-        level = Level.LOOKED_UP
-    if (
-        _repeats(eqn)
-        and not inference.is_integer(eqn.invars[0])
-        and level in (Level.COMPUTED, Level.LOOKED_UP)
-        and inference.only_half(eqn)
-    ):
-        return _half_lookup(inference, eqn, listing, FULL)
-    value = inference.value(operand)
-    stored_half = value is not None and value.storage == HALF and castable(value)  # The rows are exact in half.
-    activation = level >= Level.HALF and not pinned and inference.only_half(eqn)
-    if primitive(eqn.primitive.name).lookup and (stored_half or activation):
-        return _half_lookup(inference, eqn, listing, HALF)
-    if primitive(eqn.primitive.name).lookup and level >= Level.HALF and selects(eqn.invars[1].aval, eqn.params):
-        inference.unchanged = False  # `rewrite` issues it in another form for a TPU.
-    exact = isinstance(operand, compat.Literal) and exact_in_half(operand, inference.setting.half)
-    if exact and inference.only_half(eqn):
-        return inference.in_half(eqn, listing, level, "a constant that half represents exactly")
-    return inference.in_float32(eqn, listing, level, f"{listing.why}: its derivative is a sum")
-
-
-def _replicate(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    """Replicates a parameter that only half operations read: half is sent to the other devices."""
-    if inference.setting.rules.weight_gradients == "half":
-        return inference.in_half(eqn, listing, Level.COMPUTED, "only its half value is read")
-    if primitive(eqn.primitive.name).whole:
-        return inference.in_float32(eqn, listing, Level.COMPUTED, f"{listing.why}: its derivative is a sum")
-    return _half_move(inference, eqn, listing, "gathers half values; sums the gradient in float32")
-
-
-def _half_move(inference: Inference, eqn: Any, listing: Listing, why: str) -> Step:
-    """Moves a parameter that only half operations read, in half; its gradient stays float32."""
-    step = inference.in_float32(eqn, listing, Level.COMPUTED, why)
-    step.half_move, inference.unchanged = True, False
-    return step
-
-
-def _half_lookup(inference: Inference, eqn: Any, listing: Listing, storage: Storage) -> Step:
-    """Looks up rows of a parameter, or of an activation or a half parameter in half."""
-    reads = tuple(inference.read(v, storage) for v in eqn.invars)
-    inference.unchanged = False
-    outs, why = (Inferred(Level.HALF, HALF),), "looks up half rows; sums their gradients in float32"
-    return Step(eqn, Action.BIND, reads, outs, why, listing, half_move=True)
-
-
-def _looks_up_activations(eqn: Any) -> bool:
-    """Whether it looks up rows for each position of each example, as an embedding does.
-
-    Such rows are activations: a gradient of theirs sums over no batch. A permuted weight has one index for each row.
-    """
-    return primitive(eqn.primitive.name).lookup and eqn.invars[1].aval.ndim > 2
-
-
-def _repeats(eqn: Any) -> bool:
-    """Whether it looks up so many rows of a table that a half copy of the table costs less than it saves.
-
-    A cast reads 4 bytes of each element and writes 2, and saves 2 of the 4 that the lookup reads of each.
-    """
-    table, rows = compat.numel(eqn.invars[0].aval), compat.numel(eqn.outvars[0].aval)
-    return primitive(eqn.primitive.name).lookup and rows > 3 * table
-
-
-def _move(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    moved = [v for v in eqn.invars if tracked(v)]
-    outs = [v for v in eqn.outvars if tracked(v)]
-    if len(moved) != 1 and len(moved) != len(outs):
-        return _deny(inference, eqn, listing)
-    if primitive(eqn.primitive.name).communicates and inference.only_half(eqn):
-        value = inference.value(moved[0])
-        assert value is not None
-        if value.storage == FULL and castable(value) and inference.setting.rules.weight_gradients != "half":
-            return _half_move(inference, eqn, listing, "sends half values; the gradient stays float32")
-    sources = moved * len(outs) if len(moved) == 1 else moved
-    values = [inference.moved(v, out) for v, out in zip(sources, outs, strict=True)]
-    if len(moved) == 1 and len({x.storage for x in values}) > 1:
-        values = [Inferred(x.level, FULL) for x in values]
-    stored = [x.storage for x in values] or [FULL]
-    storages = iter(stored[:1] if len(moved) == 1 else stored)
-    reads = tuple(inference.read(v, next(storages)) if tracked(v) else inference.read(v, TRACED) for v in eqn.invars)
-    inferred = iter(values)
-    results = tuple(next(inferred) if tracked(v) else None for v in eqn.outvars)
-    return Step(eqn, Action.BIND, reads, results, listing.why, listing, half=stored[0] == HALF)
-
-
-def _convert(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    (v,), (out,) = eqn.invars, eqn.outvars
-    value, why = inference.value(v), "the user's cast"
-    if value is None:  # a cast to float32
-        if listing.region in IN_HALF and v.aval.dtype == inference.setting.half:
-            inference.unchanged = False
-            half = (Inferred(Level.HALF, HALF),)
-            return Step(
-                eqn, Action.ALIAS, (inference.read(v, TRACED),), half, IN_HALF[listing.region], listing, half=True
-            )
-        pinned = compat.is_inexact(v.aval) and v.aval.dtype.itemsize < 4 and listing.region not in AS_TRACED
-        level = Level.PINNED if pinned else made_from(eqn)
-        return Step(eqn, Action.BIND, (inference.read(v, TRACED),), (Inferred(level, FULL),), why, listing)
-    if tracked(out):  # a cast that changes only the weak type
-        if isinstance(v, compat.Literal):
-            return inference.in_float32(eqn, listing, value.level, why)
-        value = inference.moved(v, out)
-        reads = (inference.read(v, value.storage),)
-        return Step(eqn, Action.ALIAS, reads, (value,), "keeps its dtype", listing, half=value.storage == HALF)
-    stored = value.storage == HALF or listing.region in IN_HALF
-    if out.aval.dtype == inference.setting.half and stored and not isinstance(v, compat.Literal):
-        return Step(eqn, Action.ALIAS, (inference.read(v, HALF),), (None,), why, listing, half=True)
-    return Step(eqn, Action.BIND, (inference.read(v, FULL),), (None,), why, listing)
-
-
-_BY_LIST: dict[Op, Callable[[Inference, Any, Listing], Step]] = {
-    Op.ALLOW: _allow,
-    Op.DENY: _deny,
-    Op.INFER: _infer,
-    Op.WIDE: _wide,
-    Op.MOVE: _move,
-    Op.READ: _read,
-    Op.CONVERT: _convert,
-    Op.OPAQUE: _opaque,
-}

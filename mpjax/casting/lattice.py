@@ -66,6 +66,11 @@ class Inferred(NamedTuple):
 PARAMETER = Inferred(Level.INPUT, FULL)
 
 
+def castable(value: Inferred) -> bool:
+    """Whether a value is a parameter or an input, or computed only from these; not rows that a batch looks up."""
+    return value.level <= Level.COMPUTED
+
+
 def storage_of(inferred: Inferred | None) -> Storage:
     """The storage dtype of a value; TRACED if autocast leaves the value alone (None)."""
     return TRACED if inferred is None else inferred.storage

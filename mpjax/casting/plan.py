@@ -7,12 +7,14 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
-from mpjax.casting.classify import Listing
+from mpjax.casting.classify import UNTIL_TOLERANCE, Listing
 from mpjax.casting.lattice import Inferred, Storage
 from mpjax.casting.scaled import Decision
-from mpjax.casting.setting import Setting
-from mpjax.program.graph import sub_jaxprs
-from mpjax.program.primitives import Op
+from mpjax.casting.setting import IN_HALF, Setting, tracked
+from mpjax.policy import HALF_DTYPES
+from mpjax.program.graph import may_hold_matmuls, site_of, sub_jaxprs, walk
+from mpjax.program.primitives import MATMULS, Op, is_product, primitive
+from mpjax.program.source import source_line
 
 
 class Action(enum.Enum):
@@ -165,3 +167,42 @@ class Plan:
     counts: MatmulCounts
     unfused: tuple[tuple[Any, str], ...] = ()
     runners: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+
+def counts_of(step: Step) -> MatmulCounts:
+    """The counts of one step and its sub-jaxprs."""
+    is_matmul = step.eqn.primitive.name in MATMULS and not is_product(step.eqn) and step.action is not Action.SKIP
+    left_alone, hides = is_left_alone(step), not step.listing.region and may_hold_matmuls(step.eqn)
+    if not is_matmul and not left_alone and not hides and step.inner is None and step.listing.entry is None:
+        return NOTHING
+    entries = frozenset(() if step.listing.entry is None else (step.listing.entry,))
+    if step.scaled is not None and step.scaled.entry is not None:
+        entries |= {step.scaled.entry}
+    left = int(hides)
+    if left_alone:
+        left = sum(_is_float32_matmul(site.eqn) for j in sub_jaxprs(step.eqn) for site in walk(j.jaxpr))
+    counts = MatmulCounts(left=left, entries=entries)
+    if step.scaled is not None:
+        why = step.scaled.why
+        counts += MatmulCounts(scaled=int(not why), why_not_scaled=frozenset({why} if why else ()))
+    if left and not step.listing.region and not primitive(step.eqn.primitive.name).solve:
+        counts += MatmulCounts(hidden=frozenset({site_of(step.eqn).label}))
+    for inner in (*step.plans, *step.rules):
+        counts += inner.counts
+    loops = counts.loops | {""} if step.listing == UNTIL_TOLERANCE else counts.loops
+    if "" in loops:  # JAX's own functions have no line, but their callers do.
+        line = source_line(step.eqn)
+        counts = dataclasses.replace(counts, loops=loops - {""} | {line})
+    if is_matmul:
+        if step.half:
+            counts += MatmulCounts(cast=1)
+        elif all(v.aval.dtype in HALF_DTYPES for v in step.eqn.invars[:2]):
+            by_region = step.listing.region in IN_HALF  # half_function cast their operands.
+            counts += MatmulCounts(cast=1) if by_region else MatmulCounts(written=1)
+        elif _is_float32_matmul(step.eqn):
+            counts += MatmulCounts(left=1)
+    return counts
+
+
+def _is_float32_matmul(eqn: Any) -> bool:
+    return eqn.primitive.name in MATMULS and not is_product(eqn) and any(map(tracked, eqn.invars))

@@ -16,8 +16,9 @@ from mpjax.inspection.ranges.activations import equations_of_gradients
 from mpjax.inspection.reports import Report, Section, folded_rows, percent, short_dtypes
 from mpjax.inspection.trials import Loss, scale_state, trace_to_run
 from mpjax.program.formats import SCALED
-from mpjax.program.graph import Block, lay_out, owners_of
+from mpjax.program.graph import Block, lay_out
 from mpjax.program.interpreter import is_half, is_low
+from mpjax.program.owners import owners_of
 from mpjax.program.primitives import Op
 from mpjax.program.source import BACKWARD
 

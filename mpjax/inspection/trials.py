@@ -21,10 +21,11 @@ from mpjax.loss_scale.state import LossScaleState, find_loss_scale_state
 from mpjax.policy import is_castable
 from mpjax.program import contexts
 from mpjax.program import objects as nnx_calls
-from mpjax.program.graph import Site, lay_out, owners_of, walk
+from mpjax.program.graph import Site, lay_out, walk
 from mpjax.program.host import in_host_memory
 from mpjax.program.interpreter import COMPILER_OPTIONS, Eager, Probe, is_half, is_low, widened
 from mpjax.program.objects import contains_nnx_object, is_nnx_object
+from mpjax.program.owners import owners_of
 from mpjax.program.primitives import primitive
 from mpjax.program.scopes import named_modules
 from mpjax.program.tracing import TracedCall, traced_call

@@ -19,8 +19,9 @@ from mpjax.inspection.reports import Section, percent
 from mpjax.inspection.trials import Loss, argument_names
 from mpjax.loss_scale.replicas import all_finite
 from mpjax.loss_scale.state import find_loss_scale_state, loss_scale_of
-from mpjax.program.graph import Block, Site, lay_out, owners_of
+from mpjax.program.graph import Block, Site, lay_out
 from mpjax.program.interpreter import Instrumented, widened
+from mpjax.program.owners import owners_of
 from mpjax.program.source import BACKWARD
 from mpjax.program.tracing import traced_call
 

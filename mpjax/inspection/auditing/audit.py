@@ -26,9 +26,10 @@ from mpjax.inspection.devices import device_of, local_device
 from mpjax.inspection.reports import added_up, reason, totals
 from mpjax.inspection.trials import argument_names
 from mpjax.program import compat, contexts
-from mpjax.program.graph import Site, not_entered, owners_of, walk
+from mpjax.program.graph import Site, not_entered, walk
 from mpjax.program.inlining import Flow, Value, flow_of
 from mpjax.program.interpreter import is_float
+from mpjax.program.owners import owners_of
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD, SCALED, UPDATE, scopes
 from mpjax.program.tracing import TracedCall, traced_call

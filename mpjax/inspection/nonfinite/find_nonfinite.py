@@ -22,8 +22,9 @@ from mpjax.inspection.reports import array_text
 from mpjax.inspection.trials import argument_name, trace_to_run
 from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
-from mpjax.program.graph import NOBODY, Block, Owners, Site, lay_out, owners_of, walk
+from mpjax.program.graph import NOBODY, Block, Owners, Site, lay_out, walk
 from mpjax.program.interpreter import COMPILER_OPTIONS, Eager, Instrumented, Key, is_half, is_inexact, widened
+from mpjax.program.owners import owners_of
 from mpjax.program.primitives import MATMULS, Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD
 from mpjax.program.tracing import TracedCall

@@ -30,9 +30,10 @@ from mpjax.inspection.ranges.report import Range, Tried
 from mpjax.inspection.trials import Loss, Trial, below_root, scale_state, trace_to_run
 from mpjax.policy import HALF_DTYPES, Policy, get_policy
 from mpjax.program import compat
-from mpjax.program.graph import Block, Site, lay_out, owners_of
+from mpjax.program.graph import Block, Site, lay_out
 from mpjax.program.interpreter import Eager, is_half, is_inexact, widened
 from mpjax.program.linearity import NonlinearRuleWarning
+from mpjax.program.owners import owners_of
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD
 
