@@ -22,6 +22,7 @@ from mpjax.casting.plan import Action, Step
 from mpjax.casting.setting import tracked
 from mpjax.casting.uses import Use
 from mpjax.program import compat
+from mpjax.program.dataflow import variables
 from mpjax.program.primitives import MATMULS, Op, Saves, primitive
 
 # The most steps by which a region may extend before and after its float32 arithmetic. Bounds the planning time.
@@ -94,7 +95,7 @@ def _saved(eqn: Any) -> Iterator[Any]:
     elif row.backward.saves is not Saves.NOTHING and any(map(tracked, eqn.outvars)):
         if row.scales and any(isinstance(v, compat.Literal) for v in eqn.invars):
             return
-        yield from _variables(eqn) if row.backward.saves is Saves.INPUTS else eqn.outvars
+        yield from variables(eqn.invars) if row.backward.saves is Saves.INPUTS else eqn.outvars
 
 
 def with_regions(
@@ -183,10 +184,6 @@ def _reads_no_float(part: Sequence[Step]) -> bool:
     """Whether connected steps depend only on constants and integers, as the steps that make a mask do."""
     inside = {v for step in part for v in step.eqn.outvars}
     return not any(compat.is_inexact(v.aval) for step in part for v, _ in step.all_reads if v not in inside)
-
-
-def _variables(eqn: Any) -> list[Any]:
-    return [v for v in eqn.invars if not isinstance(v, compat.Literal)]
 
 
 def _belongs(step: Step) -> bool:

@@ -107,7 +107,8 @@ def _uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
             if listing.op is Op.ALLOW and setting.rules.level != "half":
                 if outs[0] & Use.EXACT:
                     listing = _EXACT
-                elif _ends_in_a_product(eqn, outs[0]):
+                elif not outs[0] & Use.ANY_HALF and is_inner_product(eqn):
+                    # A loss that picks values (`einsum("bn,bn->b", logits, one_hot)`), maybe beyond float16's range.
                     listing = _INNER_PRODUCT
         listings.append(listing)
         if not is_needed(eqn, outs):
@@ -140,14 +141,6 @@ def _may_be_looked_for(eqn: Any) -> bool:
     if row.op is Op.OPAQUE or row.label or not eqn.outvars:
         return True
     return any(_may_be_looked_for(inner) for sub in sub_jaxprs(eqn) for inner in sub.opened.eqns)
-
-
-def _ends_in_a_product(eqn: Any, out: Use) -> bool:
-    """Whether a matmul only computes inner products, and no matmul follows.
-
-    Losses pick values this way (`einsum("bn,bn->b", logits, one_hot)`), some of them far outside float16's range.
-    """
-    return not out & Use.ANY_HALF and is_inner_product(eqn)
 
 
 def _of_operands(eqn: Any, outs: Sequence[Use], listing: Listing, setting: Setting) -> Sequence[Use]:

@@ -145,11 +145,8 @@ def _unbind(inherited: Callable[..., Any]) -> Callable[..., Any]:
 def _methods(base: type) -> list[str]:
     """The names of the methods that Flax binds to a scope."""
     fields = {f.name for f in dataclasses.fields(base)}
-    return [name for name in method_names(base, nn.Module) if name not in fields and not _is_nowrap(base, name)]
-
-
-def _is_nowrap(base: type, name: str) -> bool:
-    return hasattr(inspect.getattr_static(base, name), "nowrap")
+    names = [name for name in method_names(base, nn.Module) if name not in fields]
+    return [name for name in names if not hasattr(inspect.getattr_static(base, name), "nowrap")]
 
 
 def _entry(method: Any, fun: Callable[..., Any]) -> Callable[..., Any]:

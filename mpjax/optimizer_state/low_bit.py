@@ -149,17 +149,13 @@ def _checked_dtype(dtype: Any) -> np.dtype:
     return found
 
 
-def _is_stored(x: Any) -> bool:
-    return isinstance(x, Rounded | Blockwise)
-
-
 def _load(state: Any) -> Any:
     def leaf(x: Any) -> Any:
         if isinstance(x, Rounded):
             return x.values.astype(jnp.float32)
         return decode(x) if isinstance(x, Blockwise) else x
 
-    return jax.tree.map(leaf, state, is_leaf=_is_stored)
+    return jax.tree.map(leaf, state, is_leaf=lambda x: isinstance(x, Rounded | Blockwise))
 
 
 def _refuse_masters(state: Any) -> None:

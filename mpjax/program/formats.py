@@ -18,10 +18,6 @@ from mpjax.program import compat
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 
 
-def _fast_everywhere(device: Any) -> str:
-    return ""
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Format:
     """A format of matmul operands.
@@ -41,7 +37,7 @@ class Format:
     name: str
     short: str
     dtype: np.dtype
-    slow_on: Callable[[Any], str] = _fast_everywhere
+    slow_on: Callable[[Any], str] = lambda device: ""
     compute: str = ""
     scaling: str = ""
     cotangents: Mapping[str, np.dtype] = dataclasses.field(default_factory=dict)

@@ -204,10 +204,6 @@ def _issue_shard_map(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) ->
 # custom_vmap and sequential_vmap: a function with its author's batching rule.
 
 
-def _storages_as_traced(eqn: Any, i: int, value: Inferred | None, mask: int) -> Sequence[Storage]:
-    return [TRACED if value is None else FULL]  # the dtypes that the rule was written for
-
-
 def _issue_custom_vmap(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) -> Any:
     params, setting = eqn.params, call.plans[0].setting
     fun = jax.custom_batching.custom_vmap(body)
@@ -243,5 +239,8 @@ CALLS = {
     "composite": _call(compat.as_composite),
     "remat2": _one_sub_jaxpr(_issue_remat, _storages_of_remat, _uses, regions_inside=False, shares_copies=True),
     "shard_map": _one_sub_jaxpr(_issue_shard_map, _storages_of_shards, _uses_on_devices, compat.on_its_devices),
-    "custom_vmap_call": _one_sub_jaxpr(_issue_custom_vmap, _storages_as_traced),
+    # With the dtypes that its rule was written for.
+    "custom_vmap_call": _one_sub_jaxpr(
+        _issue_custom_vmap, lambda eqn, i, value, mask: [TRACED if value is None else FULL]
+    ),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ from mpjax.inspection.reports import array_text
 from mpjax.inspection.trials import argument_name, trace_to_run
 from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
+from mpjax.program.dataflow import Dataflow, variables
 from mpjax.program.graph import NOBODY, Block, Owners, Site, lay_out, walk
 from mpjax.program.interpreter import COMPILER_OPTIONS, Eager, Instrumented, Key, is_half, is_inexact, widened
 from mpjax.program.owners import owners_of
@@ -237,7 +238,7 @@ def _examined(
     eqn = place.eqn
     which, index, device = map(int, here["index"])
     out = [v.aval for v in eqn.outvars if is_inexact(v)][which]
-    derivative = place.phase == FORWARD and place.number not in _primal(block, _variables(block.jaxpr.outvars))
+    derivative = place.phase == FORWARD and place.number not in _primal(block, set(variables(block.outvars)))
     element = tuple(int(i) for i in np.unravel_index(index, out.shape)) if out.shape else ()
     value = float(there["value"]) if reached else None
     evidence = Symptoms(
@@ -301,11 +302,8 @@ def _is_derivative_of_sqrt(block: Block, place: Site) -> bool:
     eqn = place.eqn
     if eqn.primitive.name != "div" or not isinstance(eqn.invars[0], compat.Literal) or eqn.invars[0].val != 0.5:
         return False
-    return any(p.name == "sqrt" and eqn.invars[1] in p.eqn.outvars for p in block.places())
-
-
-def _variables(given: Iterable[Any]) -> set[Any]:
-    return {v for v in given if not isinstance(v, compat.Literal)}
+    maker = Dataflow(block.places()).maker(eqn.invars[1])
+    return maker is not None and maker.name == "sqrt"
 
 
 def _primal(block: Block, live: set[Any]) -> set[int]:
@@ -316,23 +314,24 @@ def _primal(block: Block, live: set[Any]) -> set[int]:
         live: The variables that are part of the value. The operands of its equations are added.
     """
     found: set[int] = set()
-    read = _variables(v for p in block.eqns for v in p.eqn.invars) | _variables(block.jaxpr.outvars)
+    flow = Dataflow(block.eqns, block.outvars)
     for place in reversed(block.eqns):
         outs = set(place.eqn.outvars)
         # The value of a function of which only the gradient is used has no reader, or is not computed at all.
-        is_value = outs & live or not outs & read or _computes_values(place)
+        is_read = any(v in flow.readers or v in flow.returned for v in outs)
+        is_value = outs & live or not is_read or _computes_values(place)
         if place.phase == BACKWARD or not is_value:
             continue
         found.add(place.number)
         if place.blocks and primitive(place.name).call:
             inner = place.blocks[0]
             pairs = zip(place.eqn.outvars, inner.jaxpr.outvars, strict=True)
-            needed = _variables(i for v, i in pairs if v in live)
+            needed = set(variables(i for v, i in pairs if v in live))
             found |= _primal(inner, needed)
-            live |= _variables(v for v, i in zip(place.eqn.invars, inner.jaxpr.invars, strict=True) if i in needed)
+            live.update(variables(v for v, i in zip(place.eqn.invars, inner.jaxpr.invars, strict=True) if i in needed))
         else:
             found.update(p.number for inner in place.blocks for p in inner.places())
-            live |= _variables(place.eqn.invars)
+            live.update(variables(place.eqn.invars))
     return found
 
 
@@ -355,13 +354,11 @@ def _is_where_gradient(program: _Examined, fault: Provenance, outs: Sequence[int
 
 def _is_gradient(block: Block, v: Any) -> bool:
     """Whether the backward pass computes a variable."""
-    for place in block.eqns:
-        if v in place.eqn.outvars:
-            if primitive(place.name).call:
-                inner = place.blocks[0]
-                return _is_gradient(inner, inner.jaxpr.outvars[place.eqn.outvars.index(v)])
-            return place.phase == BACKWARD
-    return False
+    place = Dataflow(block.eqns).maker(v)
+    if place is not None and primitive(place.name).call:
+        inner = place.blocks[0]
+        return _is_gradient(inner, inner.outvars[place.outvars.index(v)])
+    return place is not None and place.phase == BACKWARD
 
 
 def _half_name(block: Block, eqn: Any) -> str | None:
