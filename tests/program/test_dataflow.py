@@ -78,9 +78,9 @@ def test_dead_equations_are_not_live():
         jax.debug.print("{}", jnp.exp(x))
         return jnp.sin(x)
 
-    assert names(live_equations(jaxpr_of(fun, 1.0))) == ["exp", "debug_print", "sin"] or names(
-        live_equations(jaxpr_of(fun, 1.0))
-    ) == ["exp", "debug_callback", "sin"]
+    found = names(live_equations(jaxpr_of(fun, 1.0)))
+    assert "cos" not in found
+    assert [found[0], found[-1], len(found)] == ["exp", "sin", 3]  # the print has another name in older versions
 
 
 def test_values_are_resolved_through_calls_and_into_loops():
