@@ -135,7 +135,8 @@ def _cast(x: Any, half: np.dtype) -> Any:
     return x if x.dtype == half else lax.convert_element_type(x, half)
 
 
-# The half and float8 copies of parameters in the current traces: each tracer and its copy, by id and dtype.
+# The half and float8 copies of parameters in the current traces: each tracer and its copy, by id and dtype. A cache: a
+# copy that is not found is cast again from the same array, to the same bits.
 _copies: dict[tuple[int, np.dtype], tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 _copies_in_loops: dict[tuple[int, np.dtype], tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 
