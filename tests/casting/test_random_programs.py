@@ -38,7 +38,7 @@ def _all_matmuls(monkeypatch):
     def in_float32(inference, eqn, listing):
         return inference.in_float32(eqn, listing, Level.FLOAT, "planted")
 
-    monkeypatch.setitem(infer._BY_LIST, Op.ALLOW, in_float32)
+    monkeypatch.setitem(infer.BY_LIST, Op.ALLOW, in_float32)
 
 
 @pytest.mark.parametrize(
