@@ -21,7 +21,7 @@ Level = Literal["conservative", "default", "half"]
 Residuals = Literal["auto", "half", "full"]
 ResidualStream = Literal["half", "float32"]
 WeightGradients = Literal["float32", "everywhere", "half"]
-Attention = Literal["unfused", "fused", "cudnn", "pallas", "xla"]
+Attention = Literal["auto", "fused", "unfused", "cudnn", "pallas", "xla"]
 CHOICES = {
     "level": get_args(Level),
     "residuals": get_args(Residuals),

@@ -73,6 +73,8 @@ class Primitive(NamedTuple):
         float32_only: Never half, not even in a `half_function`: XLA has no half kernel, or the bits matter.
         elementwise: Mixes arrays with scalars, so its derivative with respect to the scalar is a sum.
         join: Joins arrays without arithmetic, so a cast before it equals a cast after it.
+        pointwise: Each element of its result depends on the same element of its operands alone.
+        compares: Compares its two operands by their order or equality.
         whole: Its result has exactly the elements of its operand.
         elements: The operands whose elements its result has, as a subscript; empty if it computes new elements.
         exact: Its results have the magnitude of its operands, up to rounding to an integer (`floor`, `sign`, `rem`).
@@ -108,6 +110,8 @@ class Primitive(NamedTuple):
     float32_only: bool = False
     elementwise: bool = False
     join: bool = False
+    pointwise: bool = False
+    compares: bool = False
     whole: bool = False
     elements: str = ""
     exact: bool = False

@@ -21,6 +21,7 @@ import numpy as np
 import scipy.special
 from jax.interpreters import partial_eval
 
+from mpjax.kernels.attention import PROGRAMS
 from testing import cheap_keys
 from testing.random_programs import numpy_rules
 
@@ -412,6 +413,13 @@ def _traced(primitive: Any, params: tuple[tuple[str, Any], ...], avals: tuple[An
     return jax.make_jaxpr(lambda *arrays: primitive.to_lojax(*arrays, **dict(params)))(*avals)
 
 
+def _formulas(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
+    """An attention by its formulas, in the dtypes of the program."""
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    program = jax.make_jaxpr(functools.partial(PROGRAMS[eqn.primitive], **eqn.params))(*shapes)
+    return machine.run_closed(program, args)
+
+
 _HIGHER: dict[str, Callable[[_Machine, Any, list[Replicas]], list[Replicas]]] = {
     **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "custom_vmap_call"), _call),
     **dict.fromkeys(("remat2", "checkpoint", "remat"), _call),
@@ -422,6 +430,7 @@ _HIGHER: dict[str, Callable[[_Machine, Any, list[Replicas]], list[Replicas]]] = 
     "shard_map": _shard_map,
     "custom_linear_solve": _linear_solve,
     "call_hi_primitive": _expanded,
+    **{primitive.name: _formulas for primitive in PROGRAMS},
 }
 
 

@@ -31,7 +31,8 @@ class _Step(NamedTuple):
 
     Args:
         v, dims: The variable and its axes.
-        factor: By how much it is multiplied until the exponential.
+        factor: By how much it is multiplied until the exponential, or until the cap.
+        cap: By how much the capped scores are multiplied until the exponential; 0 if no cap follows.
         trail: The equations after it, in reverse, each with what it does to the scores.
     """
 
@@ -39,6 +40,7 @@ class _Step(NamedTuple):
     dims: Dims
     factor: float
     trail: tuple[Any, ...] = ()
+    cap: float = 0.0
 
 
 def attentions(flow: Inlined) -> Iterator[Attention]:
@@ -179,7 +181,8 @@ def _search_scores(flow: Inlined, attention: Attention, start: _Step, keys: tupl
                 _add_scores(attention, eqn, step.dims, keys)
             except Unfit:
                 continue
-            attention.scores, attention.scale = eqn, step.factor
+            attention.scores, attention.cap = eqn, abs(step.cap)
+            attention.scale = step.factor * (step.cap or 1.0)
             attention.inside.append(eqn)
             trail = step.trail
             while trail:
@@ -190,13 +193,24 @@ def _search_scores(flow: Inlined, attention: Attention, start: _Step, keys: tupl
             # From the scores on, so that the first reason is that of the first operation.
             return True
         before = [
-            _Step(v, dims, factor, ((eqn, note), step.trail))
-            for v, dims, factor, note in _operands(flow, eqn, step.dims, step.factor)
-            if not isinstance(v, compat.Literal) and v not in known
+            _before(step, eqn, *operand)
+            for operand in _operands(flow, eqn, step.dims, step.factor)
+            if not isinstance(operand[0], compat.Literal) and operand[0] not in known
         ]
         known.update(each.v for each in before)
         waiting += reversed(before)
     return False
+
+
+def _before(step: _Step, eqn: Any, v: Any, dims: Dims, factor: float, note: _Note | None) -> _Step:
+    """The operand of an equation as a step, given the step of its result."""
+    cap = step.cap
+    if eqn.primitive.name == "tanh":
+        note = _refusal("its scores are capped twice") if cap else None
+        factor, cap = 1.0, step.factor
+    elif cap and (note is not None or eqn.primitive.name in ("add", "sub", "add_any", "select_n")):
+        note = _refusal("its scores are masked, or have a bias, before they are capped")
+    return _Step(v, dims, factor, ((eqn, note), step.trail), cap)
 
 
 def _operands(flow: Inlined, eqn: Any, dims: Dims, factor: float) -> Iterator[tuple[Any, Dims, float, _Note | None]]:
@@ -223,7 +237,7 @@ def _operands(flow: Inlined, eqn: Any, dims: Dims, factor: float) -> Iterator[tu
         for i in (1, 2):
             yield ins[i], dims, factor, _mask(flow, ins[0], ins[3 - i], i == 1, dims, factor)
     elif name == "tanh":
-        yield ins[0], dims, factor, _refusal("its scores are capped (tanh)")
+        yield ins[0], dims, factor, None
     elif name == "stop_gradient":
         yield ins[0], dims, factor, _refusal("its scores have no gradient")
     elif primitive(name).rule:

@@ -65,11 +65,22 @@ class Inlined(Dataflow):
         """Whether random bits determine a variable, as they do the mask of a dropout."""
         return not isinstance(v, compat.Literal) and v in self._bits
 
-    def constant(self, v: Any) -> np.ndarray | None:
-        """The value of a variable that depends on no input; None for any other, or if only the program can make it."""
+    def is_constant(self, v: Any) -> bool:
+        """Whether a variable depends on no input."""
+        return isinstance(v, compat.Literal) or v in self._closed
+
+    def constant(self, v: Any, limit: int = 2**16) -> np.ndarray | None:
+        """The value of a variable that depends on no input; None for any other, or if only the program can make it.
+
+        Args:
+            v: The variable.
+            limit: The most elements that an array on the way to it may have; None beyond that.
+        """
         if isinstance(v, compat.Literal):
             return np.asarray(v.val)
-        if v not in self._closed:
+        if v not in self._closed or v.aval.size > limit:
+            return None
+        if any(x.aval.size > limit for eqn in self.makers(v) or () for x in eqn.outvars):
             return None
         try:
             with jax.ensure_compile_time_eval():

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpjax.casting.attention.axes import Dims, Unfit, of_operand
+from mpjax.casting.attention.axes import Axis, Dims, Unfit, flat, of_operand
+from mpjax.casting.attention.diagonals import Diagonals, every_query_reads
 from mpjax.casting.attention.flat import Inlined
-from mpjax.casting.attention.layout import Layout, size_of
+from mpjax.casting.attention.layout import size_of
 from mpjax.casting.attention.parts import Attention, Bias, Mask
 from mpjax.program import compat
 
@@ -27,7 +28,7 @@ def add_bias(flow: Inlined, attention: Attention, v: Any, dims: Dims, factor: fl
     v, dims = flow.stripped(v, dims)
     eqn = flow.maker(v)
     name = eqn.primitive.name if eqn is not None else ""
-    if flow.constant(v) is None:
+    if not flow.is_constant(v):
         if name == "add":
             for operand in eqn.invars:
                 add_bias(flow, attention, operand, of_operand(operand, dims), factor)
@@ -73,83 +74,66 @@ def add_mask(flow: Inlined, attention: Attention, which: Any, dims: Dims, invert
 
 
 class Resolved(NamedTuple):
-    """What selects keys, after the masks that depend on no input were evaluated.
+    """What selects keys, after the masks that depend on no input but the distance of query and key were evaluated.
 
     Args:
-        window: The keys (left, right) of each query's own position that it reads by the constant masks.
+        window: The keys (left, right) of each query's own position that it reads by those masks; None on a side without
+            a limit.
         masks, biases: The others.
         nan: Whether a row without a key may exist, which is NaN as written.
     """
 
-    window: tuple[int, int] | None
+    window: tuple[int | None, int | None]
     masks: list[Mask]
     biases: list[Bias]
     nan: bool
 
 
-def resolved(attention: Attention, flow: Inlined, scores: Sequence[Sequence[Any]], right: bool) -> Resolved:
-    """Evaluates the masks and biases that depend on no input.
+def resolved(attention: Attention, flow: Inlined, queries: Sequence[Axis]) -> Resolved:
+    """Evaluates the masks and biases that depend on no input but the distance of query and key.
 
     Args:
-        scores: The axes of batch, heads, queries and keys.
-        right: Whether the kernel has windows with keys after the query's own position.
+        attention: The attention.
+        flow: The program.
+        queries: Those axes of the queries that are rows of the scores.
     """
-    visible, masks, biases = np.ones([size_of(axes) for axes in scores[2:]], bool), [], []
-    constant: list[Mask | Bias] = []
+    keys = flat(attention.keys)
+    constants, count = Diagonals(flow), size_of(queries)
+    visible = np.ones(count + size_of(keys) - 1, bool) if attention.added else np.ones(0, bool)
+    masks, biases, known = [], [], []
     for mask in attention.masks:
-        array = _of_scores(flow.constant(mask.v), mask.dims, scores)
-        if array is None:
+        values = constants.values(mask.v, mask.dims, queries, keys)
+        if values is None:
             masks.append(mask)
         else:
-            constant.append(mask)
-            visible &= array ^ mask.inverted
-    infinite = all(mask.number == -np.inf for mask in attention.masks)
-    nan = bool(attention.masks) and infinite and (bool(masks) or not visible.any(1).all())
+            known.append(mask)
+            visible = visible & (values ^ mask.inverted)
+    infinite = bool(attention.masks) and all(mask.number == -np.inf for mask in attention.masks)
+    nan = infinite and (bool(masks) or not every_query_reads(visible, count))
     for bias in attention.biases:
-        array = _of_scores(flow.constant(bias.v), bias.dims, scores)
-        if array is None:
-            biases.append(bias)
-            continue
-        hidden = array * bias.factor <= HIDES
+        values = constants.values(bias.v, bias.dims, queries, keys)
+        hidden = np.zeros_like(visible) if values is None else values * bias.factor <= HIDES
         # Where all keys are hidden, the number is added to all scores of a row, which changes nothing.
-        if not hidden.any() or array[~hidden].any() or not (visible & ~hidden).any(1).all():
+        if not hidden.any() or values[~hidden].any() or not every_query_reads(visible & ~hidden, count):
             biases.append(bias)
         else:
-            constant.append(bias)
-            visible &= ~hidden
-    window = None if visible.all() else _window(visible)
-    if not visible.all() and (window is None or (window[1] and not right)):
-        masks += [each for each in constant if isinstance(each, Mask)]
-        biases += [each for each in constant if isinstance(each, Bias)]
-        window = None
-    return Resolved(window, masks, biases, nan)
+            known.append(bias)
+            visible = visible & ~hidden
+    window = _window(visible, count)
+    if window is None:
+        masks += [each for each in known if isinstance(each, Mask)]
+        biases += [each for each in known if isinstance(each, Bias)]
+    return Resolved(window or (None, None), masks, biases, nan)
 
 
-def _of_scores(value: np.ndarray | None, dims: Dims, scores: Sequence[Sequence[Any]]) -> np.ndarray | None:
-    """A constant as an array of queries and keys; None if it is another for some of a batch or some heads."""
-    if value is None:
+def _window(visible: np.ndarray, queries: int) -> tuple[int | None, int | None] | None:
+    """The window of the distances that are read; None if they are none."""
+    if visible.all():
+        return None, None
+    (read,) = visible.nonzero()
+    if not len(read) or read[-1] - read[0] != len(read) - 1:
         return None
-    others = [d for d, axes in enumerate(dims) if set(axes) & {*scores[0], *scores[1]}]
-    if any(set(dims[d]) & {*scores[2], *scores[3]} for d in others):
-        return None
-    first = value[tuple(slice(1) if d in others else slice(None) for d in range(value.ndim))]
-    if not np.array_equal(np.broadcast_to(first, value.shape), value):
-        return None
-    rest = tuple(dim for d, dim in enumerate(dims) if d not in others)
-    array: np.ndarray = Layout.of(rest, scores[2:], (0, 1))(first.squeeze(tuple(others)))
-    return array
-
-
-def _window(visible: np.ndarray) -> tuple[int, int] | None:
-    """The window of a mask of queries and keys, if it is a band around the diagonal."""
-    rows, count = np.arange(len(visible)), visible.shape[1]
-    reads_a_key = visible.any(1)
-    if not reads_a_key.any():
-        return None
-    first, last = visible.argmax(1), count - 1 - visible[:, ::-1].argmax(1)
-    left, right = (int(reach[reads_a_key].max()) for reach in (rows - first, last - rows))
+    left, right = queries - 1 - int(read[0]), int(read[-1]) - (queries - 1)
     if left < 0 or right < 0:
         return None
-    starts, ends = np.maximum(rows - left, 0), np.minimum(rows + right, count - 1)
-    whole = (visible.sum(1) == np.maximum(ends - starts + 1, 0)) & (~reads_a_key | ((first == starts) & (last == ends)))
-    return (left, right) if whole.all() else None
+    return left if read[0] else None, right if read[-1] != len(visible) - 1 else None

@@ -44,6 +44,7 @@ class Attention:
         out: The axes of the result.
         batch, queries, keys, head, width: The axes of these kinds; `width` is the head of the values.
         scale: The factor of the scores.
+        cap: If not 0, the scores are `cap · tanh(scores / cap)`.
         biases, masks: What is added to them, and what selects keys.
         why_not: The reason why it is not fused; empty if it can be.
     """
@@ -60,6 +61,7 @@ class Attention:
     head: tuple[Axis, ...] = ()
     width: tuple[Axis, ...] = ()
     scale: float = 1.0
+    cap: float = 0.0
     biases: list[Bias] = dataclasses.field(default_factory=list)
     masks: list[Mask] = dataclasses.field(default_factory=list)
     why_not: str = ""

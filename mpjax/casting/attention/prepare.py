@@ -15,7 +15,7 @@ import jax
 
 from mpjax.casting.attention.find import attentions
 from mpjax.casting.attention.flat import Inlined
-from mpjax.casting.attention.kernel import ATTENTION, Options, options_of
+from mpjax.casting.attention.kernel import ATTENTION, Options, is_sought, options_of
 from mpjax.casting.attention.parts import Attention
 from mpjax.casting.classify import classify
 from mpjax.casting.setting import Setting
@@ -63,7 +63,7 @@ def constants(jaxpr: Any) -> dict[Any, Any]:
 
 def prepared(jaxpr: Any, setting: Setting) -> Prepared:
     """An open jaxpr with its attentions as single equations, if the rules ask for it."""
-    if setting.rules.attention == "unfused":
+    if not is_sought(setting.rules.attention):
         return Prepared(jaxpr)
     known = _cache.setdefault(jaxpr, {})
     if setting not in known:
@@ -89,7 +89,7 @@ def _has_wide_bias(attention: Attention, flow: Inlined, setting: Setting) -> boo
     Such a bias may be larger than the scores (minus the squared norm of the keys, a cumulative sum of gates). A mask is
     exact in half, and parameters are cast to half where attention is not fused, too.
     """
-    biases = [bias.v for bias in attention.biases if flow.constant(bias.v) is None]
+    biases = [bias.v for bias in attention.biases if not flow.is_constant(bias.v)]
     shared = flow.ancestors([v for v, _ in attention.parts[:2]]) if biases else set()
     waiting, known = biases, set(biases)
     while waiting:
