@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
-from jax._src import config, source_info_util
+from jax._src import config, dispatch, source_info_util
 from jax._src import linear_util as lu
 from jax._src.core import get_axis_env, no_effects, shaped_abstractify
 from jax._src.core import set_current_trace as set_current_trace
@@ -716,6 +716,11 @@ def set_linearization(primitive: Any, rule: Callable[..., Any]) -> None:
         return out, has_tangent, None, lambda _, *tangents: tangent_of(*tangents)
 
     ad.primitive_linearizations[primitive] = linearization
+
+
+def needs_devices(primitive: Any) -> None:
+    """Has JAX know a program's devices when it lowers a primitive that calls a library's partitioned kernel."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def bilinear_transpose(primitive: Any, ct: Any, operands: Sequence[Any], which: int, params: dict[str, Any]) -> Any:
