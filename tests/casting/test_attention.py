@@ -139,19 +139,30 @@ def mask_of_heads(q, k, v):
     return jnp.einsum("bhts,bshd->bthd", jnp.einsum("bhts,h->bhts", weights, jnp.ones(N)), v)
 
 
+def keyed_by_norms(q, k, v):
+    """Attention by distances, whose bias is larger than the scores."""
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) - 4 * (k * k).sum(-1).swapaxes(1, 2)[:, :, None]
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+
+
+def capped(q, k, v):
+    scores = 2 * jnp.tanh(jnp.einsum("bthd,bshd->bhts", q, k) / 2)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.where(causal(), scores, -1e9)), v)
+
+
 FUSED = {
     f.__name__: f
     for f in (
         einsum, scaled_query, written_out, keys_first, flat_batch, one_example, flax_function, jax_function, window,
         grouped, repeated, slopes, padding, jitted, cache, not_the_first, repeated_groups, negative, distance,
-        shared_keys, mask_of_heads,
+        shared_keys, mask_of_heads, keyed_by_norms, capped,
     )
 }  # fmt: skip
 KINDS = {
     "einsum": "causal", "flat_batch": "causal", "flax_function": "causal", "jax_function": "causal",
     "grouped": "causal", "window": "causal, window (2, 0)", "slopes": "bias", "padding": "mask", "cache": "mask",
     "scaled_query": "causal", "not_the_first": "mask", "repeated_groups": "causal", "negative": "causal",
-    "distance": "bias",
+    "distance": "bias", "keyed_by_norms": "bias", "capped": "causal, capped",
 }  # fmt: skip
 
 
@@ -309,12 +320,6 @@ def capped_twice(q, k, v):
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
 
 
-def keyed_by_norms(q, k, v):
-    """Attention by distances, whose bias is larger than the scores."""
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) - 4 * (k * k).sum(-1).swapaxes(1, 2)[:, :, None]
-    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
-
-
 REFUSED = {
     "dropout": (keyed(after=dropout), "dropout on its probabilities"),
     "capped twice": (capped_twice, "capped twice"),
@@ -335,7 +340,6 @@ REFUSED = {
     "scores as their own bias": (keyed(lambda x: x + x), "its scores are read by its mask or bias too"),
     "a mask that a scale makes weak": (keyed(lambda x: jnp.where(causal(), x, -1e5) * 1e-4), "below every float16"),
     "a mask that a scale makes strong": (keyed(lambda x: jnp.where(causal(), x, -1) * 1e5), "below every float16"),
-    "bias from keys": (keyed_by_norms, "its bias is a float32 result"),
     "temperature": (keyed(lambda x: x * jnp.abs(x).mean()), "one constant number"),
 }
 

@@ -71,38 +71,12 @@ def prepared(jaxpr: Any, setting: Setting) -> Prepared:
     return known[setting]
 
 
-def _why_not(attention: Attention, flow: Inlined, setting: Setting) -> str:
+def _why_not(attention: Attention, setting: Setting) -> str:
     """Why an attention is not fused, by its form or by the rules; empty if nothing is against it."""
     if attention.why_not:
         return attention.why_not
     listings = [classify(eqn, setting) for eqn in (attention.scores, attention.values)]
-    why = next((each.why for each in listings if each.op is not Op.ALLOW), "")
-    return why or (_WIDE_BIAS if _has_wide_bias(attention, flow, setting) else "")
-
-
-_WIDE_BIAS = "its bias is a float32 result of what its queries or keys are computed from, and kernels take it in half"
-
-
-def _has_wide_bias(attention: Attention, flow: Inlined, setting: Setting) -> bool:
-    """Whether a bias is computed in float32, after its last matmul, from what the queries or keys are computed from.
-
-    Such a bias may be larger than the scores (minus the squared norm of the keys, a cumulative sum of gates). A mask is
-    exact in half, and parameters are cast to half where attention is not fused, too.
-    """
-    biases = [bias.v for bias in attention.biases if not flow.is_constant(bias.v)]
-    shared = flow.ancestors([v for v, _ in attention.parts[:2]]) if biases else set()
-    waiting, known = biases, set(biases)
-    while waiting:
-        eqn = flow.maker(waiting.pop())
-        op = None if eqn is None else classify(eqn, setting).op
-        if op is None or op is Op.ALLOW:
-            continue
-        if op is Op.DENY and not shared.isdisjoint(flow.ancestors(variables(eqn.invars))):
-            return True
-        new = [v for v in variables(eqn.invars) if compat.is_inexact(v.aval) and v not in known]
-        waiting += new
-        known.update(new)
-    return False
+    return next((each.why for each in listings if each.op is not Op.ALLOW), "")
 
 
 def _prepare(original: Any, setting: Setting) -> Prepared:
@@ -122,7 +96,7 @@ def _with_attentions(jaxpr: Any, setting: Setting, consts: Mapping[Any, Any]) ->
         return Prepared(jaxpr)
     refused, needed = [], set()
     for each in here:
-        why = _why_not(each, flow, setting)
+        why = _why_not(each, setting)
         if not why:
             issued = options_of(each, flow, setting)
             why = issued if isinstance(issued, str) else ""
@@ -137,7 +111,7 @@ def _with_attentions(jaxpr: Any, setting: Setting, consts: Mapping[Any, Any]) ->
     flat, _ = inlined(jaxpr, lambda eqn: id(eqn) in needed, inside=True)
     flow, fused = Inlined(flat, consts), {}
     for each in attentions(flow):
-        if not _why_not(each, flow, setting):
+        if not _why_not(each, setting):
             issued = options_of(each, flow, setting)
             if not isinstance(issued, str):
                 fused[id(each.values)] = _equation(each.values, *issued)
