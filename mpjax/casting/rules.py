@@ -80,10 +80,11 @@ class Rules:
             (`h = h + f(h)`, layer after layer) in half, like every activation. `"float32"` computes and stores it in
             float32: smaller errors for more memory. The extra memory matters most where each layer is a
             `jax.checkpoint`, which stores little else.
-        attention: `"fused"` runs attention that the function writes out as `jax.nn.dot_product_attention`, in half,
-            where the device has a fused kernel (cuDNN's on CUDA, Pallas's on a TPU), and elsewhere as it is written.
-            The kernel stores no scores. `"cudnn"`, `"pallas"` and `"xla"` are the implementations by name, whatever the
-            device, for programs that are compiled for another one. `"unfused"` runs attention as it is written.
+        attention: `"auto"` runs attention that the function writes out in a fused kernel, which stores no scores, where
+            the device has one (cuDNN's on CUDA, Pallas's on a TPU), rows have more than 512 scores, and no flag asks
+            for determinism or checks of each operation. `"fused"` does so for rows of any length, and on other devices
+            computes a block of queries at a time. `"cudnn"`, `"pallas"` and `"xla"` (the blocks) are the
+            implementations by name, whatever the device. `"unfused"` runs attention as it is written.
         float8: The options of float8 matmuls, for a policy with `matmul_dtype="float8"`.
 
     Raises:
@@ -110,7 +111,7 @@ class Rules:
     residuals: Residuals = "auto"
     weight_gradients: WeightGradients = "float32"
     residual_stream: ResidualStream = "half"
-    attention: Attention = "unfused"
+    attention: Attention = "auto"
     float8: Float8 | None = None
 
     def __post_init__(self) -> None:

@@ -313,11 +313,6 @@ def short_dtypes(dtypes: Iterable[str]) -> str:
     return "/".join(dtype.replace("bfloat", "bf").replace("float", "f") for dtype in dtypes)
 
 
-def reason(error: BaseException) -> str:
-    """The class of an error and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-
-
 def amount(number: float, unit: str) -> str:
     """Formats a number of FLOPs, bytes or seconds with three digits and an SI prefix.
 

@@ -1,4 +1,4 @@
-"""Attention as a primitive: softmax(scale · Q Kᵀ, capped, plus biases, masked) V, of which no matrix of scores is stored.
+"""Attention as a primitive: softmax(scale · Q Kᵀ, capped, plus biases, masked) V. No matrix of scores is stored.
 
     attention           (q, k, v, bias, mask)               → out, logsumexp
     attention_tangent   (all of these, tangents)            → tangent of out
@@ -183,7 +183,7 @@ def summed_as(x: Any, like: Any) -> Any:
 def in_blocks(x: Operands, form: Form) -> tuple[Any, Any]:
     """As `formula`, with the scores of one block of queries at a time."""
     blocks = _Blocks.of(x)
-    if blocks.count == 1:
+    if blocks.number == 1:
         return formula(x, form)
 
     def body(_: Any, block: Any) -> Any:
@@ -197,7 +197,7 @@ def in_blocks(x: Operands, form: Form) -> tuple[Any, Any]:
 def gradients_in_blocks(x: Operands, out: Any, logsumexp: Any, ct: Any, form: Form) -> Operands:
     """As `gradients`, with the scores of one block of queries at a time; `out` is the result, for other kernels."""
     blocks = _Blocks.of(x)
-    if blocks.count == 1:
+    if blocks.number == 1:
         return gradients(x, logsumexp, ct, form)
     whole = x.bias is not None and x.bias.shape[2] != 1  # Each block then has rows of its own.
 
@@ -222,11 +222,11 @@ class _Blocks(NamedTuple):
     """The blocks of queries of an attention. The last one is filled up with zeros.
 
     Args:
-        count, size: How many, and the queries in each.
+        number, size: How many, and the queries in each.
         queries: The queries in all.
     """
 
-    count: int
+    number: int
     size: int
     queries: int
 
@@ -240,7 +240,7 @@ class _Blocks(NamedTuple):
 
     @property
     def first(self) -> Any:
-        return jnp.arange(self.count, dtype=np.int32) * self.size
+        return jnp.arange(self.number, dtype=np.int32) * self.size
 
     def split(self, x: Operands) -> Operands:
         added = (None if y is None else self.apart(y, 2) for y in (x.bias, x.mask))
@@ -249,10 +249,10 @@ class _Blocks(NamedTuple):
     def apart(self, y: Any, axis: int) -> Any:
         """The blocks of an array, stacked; of a dimension of size 1, copies."""
         if y.shape[axis] == 1:
-            return jnp.broadcast_to(y, (self.count, *y.shape))
-        widths = [(0, self.count * self.size - self.queries if d == axis else 0) for d in range(y.ndim)]
+            return jnp.broadcast_to(y, (self.number, *y.shape))
+        widths = [(0, self.number * self.size - self.queries if d == axis else 0) for d in range(y.ndim)]
         y = jnp.pad(y, widths)
-        y = y.reshape(*y.shape[:axis], self.count, self.size, *y.shape[axis + 1 :])
+        y = y.reshape(*y.shape[:axis], self.number, self.size, *y.shape[axis + 1 :])
         return jnp.moveaxis(y, axis, 0)
 
     def joined(self, y: Any, axis: int) -> Any:
@@ -263,7 +263,11 @@ class _Blocks(NamedTuple):
 
 # The primitives. Their operands are those arrays of `Operands` that are given, in order, and what follows them.
 
-forward_p, tangent_p, backward_p = Primitive("attention"), Primitive("attention_tangent"), Primitive("attention_backward")
+forward_p, tangent_p, backward_p = (
+    Primitive("attention"),
+    Primitive("attention_tangent"),
+    Primitive("attention_backward"),
+)
 _FLOATS = ("q", "k", "v", "bias")
 
 
@@ -440,4 +444,4 @@ _derive(tangent_p, _tangent_program)
 _derive(backward_p, _whole_backward)
 
 # Each primitive as a function of its operands, by its formulas.
-PROGRAMS = {forward_p: _forward_program, tangent_p: _tangent_program, backward_p: _backward_program}
+PROGRAMS: dict[Primitive, Callable[..., Any]] = {forward_p: _forward_program, tangent_p: _tangent_program, backward_p: _backward_program}

@@ -101,6 +101,7 @@ class Primitive(NamedTuple):
         label: Only names its operand, for functions that look for the name in a program.
         identity: Returns its first operand. The others are for its derivative alone.
         communicates: May send elements to other devices, which takes half the time in half.
+        attends: The matmuls of scores by features in an attention, if it is one.
         some_versions: Not in every supported JAX version.
     """
 
@@ -137,6 +138,7 @@ class Primitive(NamedTuple):
     label: bool = False
     identity: bool = False
     communicates: bool = False
+    attends: str = ""
     some_versions: bool = False
 
     @property
@@ -233,6 +235,9 @@ def is_product(eqn: Any) -> bool:
 def matmul_flops(eqn: Any) -> int:
     """FLOPs of one matmul or convolution, where a multiply-add counts as two; 0 for any other operation."""
     name = eqn.primitive.name
+    if count := primitive(name).attends:
+        (batch, queries, heads, width), (_, keys, *_), (*_, of_values) = (v.aval.shape for v in eqn.invars[:3])
+        return int(count) * batch * heads * queries * keys * (width + of_values)
     if name not in MATMULS or is_product(eqn):
         return 0
     lhs, rhs = (v.aval for v in eqn.invars[:2])

@@ -138,3 +138,8 @@ def traceback_line(error: BaseException) -> str:
         if not file.startswith((_PACKAGE, _JAX)):
             latest = f"{os.path.basename(file)}:{line}"
     return latest
+
+
+def reason(error: BaseException) -> str:
+    """The class of an error and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

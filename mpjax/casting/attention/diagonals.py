@@ -116,11 +116,13 @@ class Diagonals:
             return np.asarray(self._flow.consts[v])[index]
         if eqn.primitive.name == "iota":
             return index[eqn.params["dimension"]].astype(eqn.params["dtype"])
-        if all(self._line(x) is not None for x in eqn.invars):
-            if primitive(eqn.primitive.name).pointwise and _pointwise(eqn, [self._line(x) for x in eqn.invars]):
+        lines: list[Any] = [self._line(x) for x in eqn.invars]
+        if None not in lines:
+            if primitive(eqn.primitive.name).pointwise and _pointwise(eqn, lines):
                 count = index[0].shape if index else ()
                 arrays = [self._at(x, index if np.ndim(x.aval) else ()) for x in eqn.invars]
-                arrays = [np.broadcast_to(np.asarray(y, x.aval.dtype), count) for x, y in zip(eqn.invars, arrays)]
+                dtypes = [x.aval.dtype for x in eqn.invars]
+                arrays = [np.broadcast_to(np.asarray(y, t), count) for y, t in zip(arrays, dtypes, strict=True)]
                 return eqn.primitive.bind(*map(jax.numpy.asarray, arrays), **eqn.params)
             if (places := _places(eqn)) is not None:
                 shape = eqn.invars[0].aval.shape
@@ -129,7 +131,7 @@ class Diagonals:
                     if d is not None:
                         inner[d] = i + (eqn.params["start_indices"][d] if eqn.primitive.name == "slice" else 0)
                 return self._at(eqn.invars[0], tuple(inner))
-        return self._flow.constant(v, _SMALL)[index]
+        return np.asarray(self._flow.constant(v, _SMALL))[index]
 
 
 def _role(dim: Sequence[Axis], queries: Sequence[Axis], keys: Sequence[Axis]) -> int | None:

@@ -20,6 +20,7 @@ from mpjax.casting.setting import tracked
 from mpjax.program import compat
 from mpjax.program.dataflow import variables
 from mpjax.program.primitives import primitive
+from mpjax.program.source import reason
 
 # By name: a softmax has a form, in which the place of each operand counts.
 
@@ -49,11 +50,14 @@ def attentions(flow: Inlined) -> Iterator[Attention]:
         if eqn.primitive.name == "exp" and eqn.outvars[0] in flow.readers and tracked(eqn.outvars[0]):
             try:
                 attention = _attention(flow, eqn)
+                if attention is not None:
+                    _check_readers(flow, attention)
+                    _check_dtypes(attention)
             except Unfit:
                 continue
+            except Exception as error:  # A program that this search did not foresee still runs as it is written.
+                attention = Attention(eqn, eqn, why_not=f"the search failed: {reason(error)}")
             if attention is not None:
-                _check_readers(flow, attention)
-                _check_dtypes(attention)
                 yield attention
 
 

@@ -24,7 +24,7 @@ class Inlined(Dataflow):
     def __init__(self, jaxpr: Any, consts: Mapping[Any, Any] = MappingProxyType({})):
         super().__init__(live_equations(jaxpr), jaxpr.outvars)
         self.visited: set[int] = set()  # The equations that a search has looked at, by `id`.
-        self._values: dict[Any, Any] = dict(consts)
+        self.consts, self._values = consts, dict(consts)
         self._closed = set(consts)
         self._bits: set[Any] = set()  # What random bits determine, and no number that the program is given.
         from_floats = {v for v in (*jaxpr.invars, *jaxpr.constvars) if compat.is_inexact(v.aval)}
@@ -103,11 +103,6 @@ class Inlined(Dataflow):
         if isinstance(v, compat.Literal):
             return []
         return None if v not in self._closed else self.before([v])
-
-    def ancestors(self, ends: list[Any]) -> set[Any]:
-        """The variables on which some depend, with these, without those that depend on no input."""
-        ancestors = {*ends, *(v for eqn in self.before(ends) for v in variables(eqn.invars))}
-        return ancestors - self._closed
 
 
 def changes_dtype(eqn: Any) -> bool:

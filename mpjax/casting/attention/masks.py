@@ -100,7 +100,9 @@ def resolved(attention: Attention, flow: Inlined, queries: Sequence[Axis]) -> Re
     keys = flat(attention.keys)
     constants, count = Diagonals(flow), size_of(queries)
     visible = np.ones(count + size_of(keys) - 1, bool) if attention.added else np.ones(0, bool)
-    masks, biases, known = [], [], []
+    masks: list[Mask] = []
+    biases: list[Bias] = []
+    known: list[Mask | Bias] = []
     for mask in attention.masks:
         values = constants.values(mask.v, mask.dims, queries, keys)
         if values is None:
@@ -114,11 +116,12 @@ def resolved(attention: Attention, flow: Inlined, queries: Sequence[Axis]) -> Re
         values = constants.values(bias.v, bias.dims, queries, keys)
         hidden = np.zeros_like(visible) if values is None else values * bias.factor <= HIDES
         # Where all keys are hidden, the number is added to all scores of a row, which changes nothing.
-        if not hidden.any() or values[~hidden].any() or not every_query_reads(visible & ~hidden, count):
-            biases.append(bias)
-        else:
+        hides = values is not None and hidden.any() and not values[~hidden].any()
+        if hides and every_query_reads(visible & ~hidden, count):
             known.append(bias)
             visible = visible & ~hidden
+        else:
+            biases.append(bias)
     window = _window(visible, count)
     if window is None:
         masks += [each for each in known if isinstance(each, Mask)]

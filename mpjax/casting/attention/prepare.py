@@ -15,15 +15,17 @@ import jax
 
 from mpjax.casting.attention.find import attentions
 from mpjax.casting.attention.flat import Inlined
-from mpjax.casting.attention.kernel import ATTENTION, Options, is_sought, options_of
+from mpjax.casting.attention.kernel import ATTENTION, Options, is_sought, options_of, platform
 from mpjax.casting.attention.parts import Attention
 from mpjax.casting.classify import classify
 from mpjax.casting.setting import Setting
+from mpjax.kernels.attention_kernels import kernel_of
 from mpjax.program import compat, derivative_rules
 from mpjax.program.dataflow import variables
 from mpjax.program.derivative_rules import may_close_over_tracers
 from mpjax.program.graph import SubJaxpr, sub_jaxprs
 from mpjax.program.primitives import Op
+from mpjax.program.source import reason
 
 # By name: the calls that may be inlined are those without a meaning of their own.
 
@@ -71,12 +73,43 @@ def prepared(jaxpr: Any, setting: Setting) -> Prepared:
     return known[setting]
 
 
-def _why_not(attention: Attention, setting: Setting) -> str:
-    """Why an attention is not fused, by its form or by the rules; empty if nothing is against it."""
+def _issued(attention: Attention, flow: Inlined, setting: Setting) -> tuple[list[Any], Options] | str:
+    """The operands and options of an attention, or why it is not fused: by its form, by the rules, or by the kernel."""
     if attention.why_not:
         return attention.why_not
     listings = [classify(eqn, setting) for eqn in (attention.scores, attention.values)]
-    return next((each.why for each in listings if each.op is not Op.ALLOW), "")
+    why = next((each.why for each in listings if each.op is not Op.ALLOW), "")
+    try:
+        issued = why or options_of(attention, flow, setting)
+    except Exception as error:  # A program that this code did not foresee still runs as it is written.
+        return f"its form was not understood: {reason(error)}"
+    rounds = not isinstance(issued, str) and kernel_of(issued[1].form, platform()) == "cudnn"
+    return _WIDE_BIAS if rounds and _has_wide_bias(attention, flow, setting) else issued
+
+
+_WIDE_BIAS = "its bias is a float32 result of what its queries or keys are computed from, and cuDNN takes it in half"
+
+
+def _has_wide_bias(attention: Attention, flow: Inlined, setting: Setting) -> bool:
+    """Whether a bias is computed in float32, after its last matmul, from what the queries or keys are computed from.
+
+    Such a bias may be larger than the scores (minus the squared norm of the keys), and the gradient of the keys then
+    has twice the error. A mask is exact in half, and parameters are cast to half where attention is not fused, too.
+    """
+    biases = [bias.v for bias in attention.biases if not flow.is_constant(bias.v)]
+    shared = {v for v in flow.reached([v for v, _ in attention.parts[:2]]) if not flow.is_constant(v)}
+    waiting, known = biases, set(biases)
+    while waiting:
+        eqn = flow.maker(waiting.pop())
+        op = None if eqn is None else classify(eqn, setting).op
+        if op is None or op is Op.ALLOW:
+            continue
+        if op is Op.DENY and not shared.isdisjoint(flow.reached(eqn.invars)):
+            return True
+        new = [v for v in variables(eqn.invars) if compat.is_inexact(v.aval) and v not in known]
+        waiting += new
+        known.update(new)
+    return False
 
 
 def _prepare(original: Any, setting: Setting) -> Prepared:
@@ -96,12 +129,9 @@ def _with_attentions(jaxpr: Any, setting: Setting, consts: Mapping[Any, Any]) ->
         return Prepared(jaxpr)
     refused, needed = [], set()
     for each in here:
-        why = _why_not(each, setting)
-        if not why:
-            issued = options_of(each, flow, setting)
-            why = issued if isinstance(issued, str) else ""
-        if why:
-            refused.append((each.values, why))
+        issued = _issued(each, flow, setting)
+        if isinstance(issued, str):
+            refused.append((each.values, issued))
         else:
             needed |= {
                 id(origins[key]) for key in (*map(id, (*each.inside, each.values)), *flow.visited) if key in origins
@@ -111,10 +141,9 @@ def _with_attentions(jaxpr: Any, setting: Setting, consts: Mapping[Any, Any]) ->
     flat, _ = inlined(jaxpr, lambda eqn: id(eqn) in needed, inside=True)
     flow, fused = Inlined(flat, consts), {}
     for each in attentions(flow):
-        if not _why_not(each, setting):
-            issued = options_of(each, flow, setting)
-            if not isinstance(issued, str):
-                fused[id(each.values)] = _equation(each.values, *issued)
+        issued = _issued(each, flow, setting)
+        if not isinstance(issued, str):
+            fused[id(each.values)] = _equation(each.values, *issued)
     eqns = [fused.get(id(eqn), eqn) for eqn in flat.eqns]
     return Prepared(flat.replace(eqns=eqns), tuple(refused))
 
@@ -207,6 +236,8 @@ def contains_all(eqn: Any) -> bool:
 
 def _is_here(attention: Attention, origins: dict[int, Any]) -> bool:
     """Whether an attention is not inside a single equation."""
+    if attention.scores is attention.values:  # The search failed.
+        return True
     return len({id(origins[id(eqn)]) for eqn in (attention.scores, attention.values)}) > 1
 
 

@@ -23,7 +23,7 @@ from mpjax.inspection.auditing.report import Kept
 from mpjax.inspection.auditing.report import PrecisionReport as PrecisionReport
 from mpjax.inspection.auditing.risks import Risk, risks_of
 from mpjax.inspection.devices import device_of, local_device
-from mpjax.inspection.reports import added_up, reason, totals
+from mpjax.inspection.reports import added_up, totals
 from mpjax.inspection.trials import argument_names
 from mpjax.program import compat, contexts
 from mpjax.program.graph import Site, not_entered, walk
@@ -31,7 +31,7 @@ from mpjax.program.inlining import Flow, Value, flow_of
 from mpjax.program.interpreter import is_float
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import Op, primitive
-from mpjax.program.source import BACKWARD, FORWARD, SCALED, UPDATE, scopes
+from mpjax.program.source import BACKWARD, FORWARD, SCALED, UPDATE, reason, scopes
 from mpjax.program.tracing import TracedCall, traced_call
 
 # By name: what each kind of higher-order primitive means for the figures.

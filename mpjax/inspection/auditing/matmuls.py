@@ -162,6 +162,8 @@ def _dimensions(site: Site) -> dict[str, int]:
     """M, N and K of the matrix product; for a convolution, those of its im2col product and the channels."""
     eqn = site.eqn
     lhs, rhs, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
+    if primitive(site.name).attends:  # The product of queries and keys [batch, tokens, heads, features].
+        return {"M": lhs[1], "N": rhs[1], "K": lhs[3]}
     if site.name == "dot_general":
         (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
         k, b = math.prod(lhs[d] for d in contracted), math.prod(lhs[d] for d in batch)

@@ -201,7 +201,7 @@ class PrecisionReport(Report):
         if not self.scores or not self.residuals:
             return []
         kept = f"{amount(self.scores, 'B')} of {amount(sum(self.residuals.values()), 'B')}"
-        return [f"scores: {kept}; Rules(attention='fused') stores none on CUDA"]
+        return [f"scores: {kept}; Rules(attention='fused') stores none"]
 
     def _flops(self) -> Section:
         phases = self.flops_by_phase

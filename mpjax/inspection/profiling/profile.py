@@ -16,9 +16,9 @@ from mpjax.inspection.profiling.hlo import HloModule
 from mpjax.inspection.profiling.report import ProfileReport as ProfileReport
 from mpjax.inspection.profiling.report import advise
 from mpjax.inspection.profiling.stepping import Recompilation, Stepper
-from mpjax.inspection.reports import reason, totals
+from mpjax.inspection.reports import totals
 from mpjax.program.graph import walk
-from mpjax.program.source import RECOMPUTED
+from mpjax.program.source import RECOMPUTED, reason
 from mpjax.program.tracing import traced_call
 
 # The share of kernel time in CUDA graphs above which a second trace without them is worth its compilation.

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from mpjax.inspection.profiling import profiler_trace
-from mpjax.inspection.reports import array_text, reason
+from mpjax.inspection.reports import array_text
 from mpjax.inspection.trials import argument_name
+from mpjax.program.source import reason
 
 _EVENTS = "/jax/core/compile/"  # Tracing, lowering and XLA's compilation, as `jax.monitoring` reports them.
 _SHOWN = 4
