@@ -444,4 +444,8 @@ _derive(tangent_p, _tangent_program)
 _derive(backward_p, _whole_backward)
 
 # Each primitive as a function of its operands, by its formulas.
-PROGRAMS: dict[Primitive, Callable[..., Any]] = {forward_p: _forward_program, tangent_p: _tangent_program, backward_p: _backward_program}
+PROGRAMS: dict[Primitive, Callable[..., Any]] = {
+    forward_p: _forward_program,
+    tangent_p: _tangent_program,
+    backward_p: _backward_program,
+}

@@ -84,8 +84,8 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument(
         "--attention",
-        default="unfused",
-        help="'fused' runs attention in the device's fused kernel, if it has one (default: %(default)s)",
+        default="auto",
+        help="as in mpjax.Rules: 'auto', 'fused' (rows of any length) or 'unfused' (default: %(default)s)",
     )
     result.add_argument(
         "--any-gradient", action="store_true", help="the script updates its parameters by hand (bfloat16 only)"

@@ -175,7 +175,7 @@ class Options:
     allow: Sequence[str] = ()
     deny: Sequence[str] = ()
     infer: Sequence[str] = ()
-    attention: str = "unfused"
+    attention: str = "auto"
     overrides: Sequence[Sequence[str]] = ()
     packages: Sequence[str] = ()
     any_gradient: bool = False

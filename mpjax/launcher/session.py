@@ -149,7 +149,7 @@ class Session:
             self.policy = dataclasses.replace(self.policy, overrides=(*self.policy.overrides, *overrides))
             lists = {"allow": options.allow, "deny": options.deny, "infer": options.infer}
             filled_lists: dict[str, Any] = {name: tuple(entries) for name, entries in lists.items() if entries}
-            if options.attention != "unfused":
+            if options.attention != "auto":
                 filled_lists["attention"] = options.attention
             self._matched: set[Any] = set()
             self.rules: mpjax.Rules | None = None

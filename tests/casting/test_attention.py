@@ -397,10 +397,11 @@ def test_queries_do_not_become_heads(name):
     assert shapes == [(B, T, N, H)]
 
 
-def test_off_by_default():
+def test_a_device_without_a_kernel_runs_it_as_written_by_default():
     loss, args = loss_of(einsum), arguments(1)
+    assert Rules().attention == "auto"
+    assert not rows(loss, args, "auto")
     assert not rows(loss, args, "unfused")
-    assert Rules().attention == "unfused"
     with pytest.raises(ValueError, match=r"attention='flash'.*'fused'"):
         Rules(attention="flash")
 

@@ -34,9 +34,9 @@ def autocast(fun, choice):
     return mpjax.autocast(fun, "mixed_bfloat16", rules=Rules(attention=choice))
 
 
-def why(*args):
+def why(*args, choice="fused", fun=attention):
     with tpu():
-        (row,) = [row for row in mpjax.explain(autocast(attention, "fused"), *args).rows if "attention" in row.op]
+        (row,) = [row for row in mpjax.explain(autocast(fun, choice), *args).rows if "attention" in row.op]
     return row.op, row.why
 
 
@@ -69,6 +69,29 @@ def test_what_the_kernel_does_not_compute_stays_as_it_is_written():
         "pallas refuses it: it would store a mask, a bias or a window for each score",
     )
     assert why(*arrays(tokens=96)) == ("attention", "pallas refuses it: 96 × 96 tokens are not multiples of 128")
+
+
+def test_by_default_long_rows_are_fused(monkeypatch):
+    fused = ("fused_attention", "pallas: stores no scores")
+    assert why(*arrays(tokens=1024), choice="auto") == fused
+    op, short = why(*arrays(tokens=512), choice="auto")
+    assert (op, short[:37]) == ("attention", "auto: its rows have 512 scores, and o")
+    with jax.debug_nans(True):
+        assert why(*arrays(tokens=1024), choice="auto")[1].startswith("auto: jax_debug_nans")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+    assert why(*arrays(tokens=1024), choice="auto")[1].startswith("auto: the kernel's backward pass")
+    assert why(*arrays(tokens=1024)) == fused
+
+
+def test_a_kernel_without_a_cap_leaves_the_program_as_it_is():
+    def capped(q, k, v):
+        scores = 5 * jnp.tanh(jnp.einsum("bthd,bshd->bhts", q, k) / 5)
+        return jnp.mean(jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v))
+
+    assert why(*arrays(tokens=1024), choice="auto", fun=capped) == (
+        "attention",
+        "pallas refuses it: it does not cap scores",
+    )
 
 
 def test_a_program_that_xla_splits_over_devices_stays_as_it_is_written():
