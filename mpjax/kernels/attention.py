@@ -302,13 +302,13 @@ def _forward_program(*arrays: Any, form: Form, given: tuple[str, ...]) -> list[A
 
 
 def _backward_program(*arrays: Any, form: Form, given: tuple[str, ...], wrt: tuple[str, ...]) -> list[Any]:
-    x, (out, logsumexp, ct) = operands_of(given, arrays[: len(given)]), arrays[len(given) :]
-    found = gradients_in_blocks(x, out, logsumexp, ct, form)
+    x, (*_, logsumexp, ct) = operands_of(given, arrays[: len(given)]), arrays[len(given) :]
+    found = gradients_in_blocks(x, None, logsumexp, ct, form)
     return [getattr(found, name).astype(getattr(x, name).dtype) for name in wrt]
 
 
 def _tangent_program(*arrays: Any, form: Form, given: tuple[str, ...], wrt: tuple[str, ...]) -> list[Any]:
-    x, tangents = operands_of(given, arrays[: len(given)]), arrays[len(given) + 2 :]
+    x, tangents = operands_of(given, arrays[: len(given)]), arrays[len(arrays) - len(wrt) :]
     fun = _of_arrays(x, wrt, lambda x: formula(x, form)[0])
     return [jax.jvp(fun, [getattr(x, name) for name in wrt], list(tangents))[1]]
 
@@ -336,7 +336,7 @@ def _backward_avals(*avals: Any, form: Form, given: tuple[str, ...], wrt: tuple[
 
 
 def _tangent_avals(*avals: Any, form: Form, given: tuple[str, ...], wrt: tuple[str, ...]) -> list[Any]:
-    return [avals[len(given)]]
+    return list(_result_types(avals[0], avals[2].shape[-1]))[:1]
 
 
 def _tangent_of(primals: Sequence[Any], tangents: Sequence[Any], outs: Sequence[Any], form: Form, given: Any) -> Any:
@@ -344,7 +344,9 @@ def _tangent_of(primals: Sequence[Any], tangents: Sequence[Any], outs: Sequence[
     known = {name: t for name, t in zip(given, tangents, strict=True) if name in _FLOATS and type(t) is not ad.Zero}
     if not known:
         return [compat.zero_tangent(out) for out in outs]
-    arrays = _same_axes([*primals, *outs, *(ad.instantiate_zeros(t) for t in known.values())])
+    # The formulas don't read the result, which a kernel's backward pass does.
+    kept = outs if form.kernel != "xla" else outs[1:]
+    arrays = _same_axes([*primals, *kept, *(ad.instantiate_zeros(t) for t in known.values())])
     (tangent,) = tangent_p.bind(*arrays, form=form, given=given, wrt=tuple(known))
     return [tangent, compat.zero_tangent(outs[1])]
 
@@ -361,7 +363,7 @@ def _linearization(nonzeros: Sequence[bool], *primals: Any, form: Form, given: A
 
 
 def _transpose(cts: Sequence[Any], *arrays: Any, form: Form, given: Any, wrt: tuple[str, ...]) -> list[Any]:
-    (ct,), count = cts, len(given) + 2
+    (ct,), count = cts, len(arrays) - len(wrt)
     nothing: list[Any] = [None] * count
     asked = [name for name, x in zip(wrt, arrays[count:], strict=True) if ad.is_undefined_primal(x)]
     if type(ct) is ad.Zero or not asked:

@@ -237,7 +237,7 @@ def _lower(primitive: Any, platform: str | None) -> None:
             x, rest = attention.operands_of(given, arrays[: len(given)]), arrays[len(given) :]
             if primitive is attention.forward_p:
                 return list(forward(x, form))
-            found = backward(x, *rest, form)
+            found = backward(x, *(rest if len(rest) == 3 else (None, *rest)), form)
             return [getattr(found, name).astype(getattr(x, name).dtype) for name in params["wrt"]]
 
         return mlir.lower_fun(program, multiple_results=True)(ctx, *values)

@@ -428,7 +428,8 @@ def test_the_advice_on_attention_removes_the_scores(wrap):
     audited = lambda rules: mpjax.audit(wrap(mpjax.autocast(attention, "mixed_bfloat16", rules=rules)), q, q, q)
     as_written, fused = audited(None), audited(mpjax.Rules(attention="xla"))
     assert (as_written.scores, fused.scores) == (scores, 0)
-    assert sum(fused.residuals.values()) == 4 * 2 * 64 * 4 * 16 * 2  # q, k, v and the result: nothing of 64 × 64
+    # q, k, v and the result, and a number for each row: nothing of 64 × 64.
+    assert sum(fused.residuals.values()) == 4 * 2 * 64 * 4 * 16 * 2 + 2 * 64 * 4 * 4
     kept = f"scores: 65.5 kB of {sum(as_written.residuals.values()) / 1e3:.1f} kB; Rules(attention='fused') stores none"
     assert kept in str(as_written)
     assert "scores:" not in str(fused)
