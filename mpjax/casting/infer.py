@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from mpjax.casting.attention.kernel import ATTENTION
-from mpjax.casting.attention.prepare import constants, prepared
+from mpjax.casting.attention.prepare import constants
 from mpjax.casting.classify import Listing
+from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
 from mpjax.casting.inference_rules import BY_LIST
 from mpjax.casting.lattice import (
     FULL,
@@ -33,6 +34,7 @@ from mpjax.casting.lattice import (
     softened,
 )
 from mpjax.casting.plan import Action, MatmulCounts, Plan, Step, counts_of
+from mpjax.casting.prepare import prepared
 from mpjax.casting.remat import with_regions
 from mpjax.casting.scaled import Decision, decide
 from mpjax.casting.setting import Setting, tracked
@@ -46,6 +48,7 @@ from mpjax.program.source import join, module_of
 
 # By name: matmuls and convolutions have different parameters.
 
+_FUSED = (ATTENTION, CROSS_ENTROPY)
 _cache: weakref.WeakKeyDictionary[Any, dict[Any, Plan]] = weakref.WeakKeyDictionary()
 
 
@@ -268,7 +271,8 @@ class Inference:
                 self.read(eqn.invars[i], HALF)
         for i in () if is_scaled else parameters:
             self.read(eqn.invars[i], FULL)
-        outs = tuple(Inferred(level, HALF) if tracked(v) else None for v in eqn.outvars)
+        out = Inferred(Level.FLOAT, FULL) if eqn.primitive is CROSS_ENTROPY else Inferred(level, HALF)
+        outs = tuple(out if tracked(v) else None for v in eqn.outvars)
         self.unchanged = False
         return Step(
             eqn, Action.BIND, reads, outs, why, listing, half=True,
@@ -278,7 +282,7 @@ class Inference:
     def _scaled(self, eqn: Any) -> Decision | None:
         """Whether a matmul runs in a format with scales; None if it is no matmul, or the policy has none."""
         setting = self.setting
-        if setting.scaled is None or eqn.primitive.name not in MATMULS or eqn.primitive is ATTENTION:
+        if setting.scaled is None or eqn.primitive.name not in MATMULS or eqn.primitive in _FUSED:
             return None
         values = map(self.value, eqn.invars[:2])
         parameters = [None if value is None else castable(value) for value in values]
@@ -287,7 +291,7 @@ class Inference:
 
     def _parameters(self, eqn: Any) -> tuple[int, ...]:
         """The indices of a matmul's float32 operands that are parameters, or computed only from parameters."""
-        is_matmul = eqn.primitive.name in MATMULS and eqn.primitive is not ATTENTION
+        is_matmul = eqn.primitive.name in MATMULS and eqn.primitive not in _FUSED
         if not is_matmul or self.setting.rules.weight_gradients == "half":
             return ()
         indices = []
@@ -309,9 +313,9 @@ def _only_half(use: Use) -> bool:
 
 
 def _smaller_operands(eqn: Any) -> tuple[int, ...]:
-    """The operands that an equation in half reads in float32: those that it broadcasts, and the biases of attention."""
-    if eqn.primitive is ATTENTION:
-        return eqn.params["options"].biases
+    """The operands that an equation in half reads in float32: those that it broadcasts, and biases and heads."""
+    if eqn.primitive in _FUSED:
+        return eqn.params["options"].floats
     if not primitive(eqn.primitive.name).elementwise:
         return ()
     shape = eqn.outvars[0].aval.shape

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.classify import EXACT, OPAQUE, Listing
+from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, castable, exact_in_half, made_from
 from mpjax.casting.plan import Action, Step
 from mpjax.casting.setting import AS_TRACED, IN_FLOAT32, IN_HALF, Region, tracked
@@ -37,7 +38,8 @@ def _allow(inference: Inference, eqn: Any, listing: Listing) -> Step:
     chosen = listing.entry is not None or listing.region in IN_HALF or inference.setting.rules.level == "half"
     if not chosen and all(map(inference.is_integer, eqn.invars)):
         return inference.in_float32(eqn, listing, Level.COMPUTED, f"{EXACT} its operands are integers")
-    why = eqn.params["options"].kind if eqn.primitive is ATTENTION else listing.why
+    fused = eqn.primitive in (ATTENTION, CROSS_ENTROPY)
+    why = eqn.params["options"].kind if fused else listing.why
     return inference.in_half(eqn, listing, Level.HALF, why)
 
 

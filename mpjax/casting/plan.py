@@ -151,7 +151,7 @@ class Plan:
         in_reads: A bit mask for each input, of the storage dtypes in which it is read.
         unchanged: Whether it runs as traced, so that its equation can be issued unchanged.
         counts: Counts for warnings.
-        unfused: The attentions that are not fused: the equation of the product with the values, and the reason.
+        unfused: The attentions and losses that are not fused: what it is, an equation of it, and the reason.
         runners: Functions that `rewrite` made from it, kept so that JAX's caches hit.
     """
 
@@ -165,7 +165,7 @@ class Plan:
     in_reads: tuple[int, ...]
     unchanged: bool
     counts: MatmulCounts
-    unfused: tuple[tuple[Any, str], ...] = ()
+    unfused: tuple[tuple[str, Any, str], ...] = ()
     runners: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
 

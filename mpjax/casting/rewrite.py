@@ -18,6 +18,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from mpjax.casting.attention.kernel import ATTENTION
+from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, storage_of
 from mpjax.casting.plan import Action, Plan, Step
 from mpjax.casting.remat import RematRegion
@@ -236,6 +237,8 @@ def _without_weak_type(x: Any) -> Any:
 def _bind(step: Step, operands: Sequence[Any], half: np.dtype) -> Sequence[Any]:
     eqn = step.eqn
     args = [array_of(value, storage) for value, storage in zip(operands, step.reads, strict=True)]
+    if eqn.primitive is CROSS_ENTROPY:
+        return values_of(eqn.params["options"](*args), step.outs, half)
     if eqn.primitive is ATTENTION:
         return values_of([eqn.params["options"](*args)], step.outs, half)
     params = compat.bind_params(eqn.primitive, eqn.params)

@@ -106,19 +106,19 @@ def rows_of(plan: Plan) -> tuple[Row, ...]:
         total[1] += each.site.flops
         if is_unknown(each.site.eqn):
             total[1] += each.site.times * (unknown_flops(each.site.eqn) or 0)
-    for site, why in _unfused(plan):
+    for kind, site, why in _unfused(plan):
         dtypes = (site.eqn.invars[0].aval.dtype.name,)
         row = Row(
-            site.path, site.source, "attention", 0, 0, dtypes, dtypes, "unfused", why, False, phase=site.phase
+            site.path, site.source, kind, 0, 0, dtypes, dtypes, "unfused", why, False, phase=site.phase
         )  # fmt: skip
         merged.setdefault(row, [0, 0])[0] += site.times
     return tuple(dataclasses.replace(row, count=count, flops=flops) for row, (count, flops) in merged.items())
 
 
-def _unfused(plan: Plan, around: Site | None = None) -> Iterator[tuple[Site, str]]:
-    """The attentions of a plan that are not fused, and why."""
-    for eqn, why in plan.unfused:
-        yield site_of(eqn, around, plan.setting.owners), why
+def _unfused(plan: Plan, around: Site | None = None) -> Iterator[tuple[str, Site, str]]:
+    """The attentions and losses of a plan that are not fused, and why."""
+    for kind, eqn, why in plan.unfused:
+        yield kind, site_of(eqn, around, plan.setting.owners), why
     for part in plan.eqns:
         for step in part.eqns if isinstance(part, RematRegion) else (part,):
             for inner in (*step.plans, *step.rules):

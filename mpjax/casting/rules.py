@@ -21,6 +21,7 @@ Level = Literal["conservative", "default", "half"]
 Residuals = Literal["auto", "half", "full"]
 ResidualStream = Literal["half", "float32"]
 WeightGradients = Literal["float32", "everywhere", "half"]
+CrossEntropy = Literal["unfused", "fused"]
 Attention = Literal["auto", "fused", "unfused", "cudnn", "pallas", "xla"]
 CHOICES = {
     "level": get_args(Level),
@@ -28,6 +29,7 @@ CHOICES = {
     "residual_stream": get_args(ResidualStream),
     "weight_gradients": get_args(WeightGradients),
     "attention": get_args(Attention),
+    "cross_entropy": get_args(CrossEntropy),
 }
 _LISTS = (("allow", Op.ALLOW), ("deny", Op.DENY), ("infer", Op.INFER))
 VARIABLES = {name: f"MPJAX_{name.upper()}LIST_ADD" for name, _ in _LISTS}
@@ -85,6 +87,9 @@ class Rules:
             for determinism or checks of each operation. `"fused"` does so for rows of any length, and on other devices
             computes a block of queries at a time. `"cudnn"`, `"pallas"` and `"xla"` (the blocks) are the
             implementations by name, whatever the device. `"unfused"` runs attention as it is written.
+        cross_entropy: `"fused"` computes a loss from statistics of each row of its logits (the logsumexp, the logits at
+            the labels), a block of the vocabulary at a time: no array of tokens × vocabulary is stored, for a third
+            more FLOPs of the head. `"unfused"` runs a loss as it is written.
         float8: The options of float8 matmuls, for a policy with `matmul_dtype="float8"`.
 
     Raises:
@@ -112,6 +117,7 @@ class Rules:
     weight_gradients: WeightGradients = "float32"
     residual_stream: ResidualStream = "half"
     attention: Attention = "auto"
+    cross_entropy: CrossEntropy = "unfused"
     float8: Float8 | None = None
 
     def __post_init__(self) -> None:

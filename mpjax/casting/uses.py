@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mpjax.casting.attention.kernel import ATTENTION
-from mpjax.casting.attention.prepare import prepared
 from mpjax.casting.classify import EXACT, Listing, classify, is_inner_product
+from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
+from mpjax.casting.prepare import prepared
 from mpjax.casting.setting import FLOAT32, IN_HALF, Setting, tracked
 from mpjax.casting.streams import residual_additions
 from mpjax.casting.updates import repeated_updates
@@ -151,9 +152,9 @@ def _of_operands(eqn: Any, outs: Sequence[Use], listing: Listing, setting: Setti
         return [Use.READ | use for use in inner]
     use = _of_operand(listing, outs)
     row = primitive(eqn.primitive.name)
-    if eqn.primitive is ATTENTION and listing.op is Op.ALLOW:
-        biases = eqn.params["options"].biases
-        return [Use.READ | Use.FLOAT if i in biases else use for i in range(len(eqn.invars))]
+    if eqn.primitive in (ATTENTION, CROSS_ENTROPY) and listing.op is Op.ALLOW:
+        floats = eqn.params["options"].floats
+        return [Use.READ | Use.FLOAT if i in floats else use for i in range(len(eqn.invars))]
     if listing.op is Op.INFER:
         if row.join:
             # A matmul that reads the joined array does not round its parts for others.

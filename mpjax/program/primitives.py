@@ -102,6 +102,7 @@ class Primitive(NamedTuple):
         identity: Returns its first operand. The others are for its derivative alone.
         communicates: May send elements to other devices, which takes half the time in half.
         attends: The matmuls of scores by features in an attention, if it is one.
+        heads: The matmuls of rows by a vocabulary in a loss, if it is one.
         some_versions: Not in every supported JAX version.
     """
 
@@ -139,6 +140,7 @@ class Primitive(NamedTuple):
     identity: bool = False
     communicates: bool = False
     attends: str = ""
+    heads: str = ""
     some_versions: bool = False
 
     @property
@@ -238,6 +240,9 @@ def matmul_flops(eqn: Any) -> int:
     if count := primitive(name).attends:
         (batch, queries, heads, width), (_, keys, *_), (*_, of_values) = (v.aval.shape for v in eqn.invars[:3])
         return int(count) * batch * heads * queries * keys * (width + of_values)
+    if count := primitive(name).heads:
+        (rows, width), (_, vocabulary) = (v.aval.shape for v in eqn.invars[:2])
+        return 2 * int(count) * rows * width * vocabulary
     if name not in MATMULS or is_product(eqn):
         return 0
     lhs, rhs = (v.aval for v in eqn.invars[:2])
@@ -250,6 +255,8 @@ def matmul_flops(eqn: Any) -> int:
     if name == "fused_attention":  # Two matmuls: the operands are queries, keys and values.
         options = eqn.params["options"]
         return 2 * options.scores * (options.ins[0].merged[-1] + options.out.merged[-1])
+    if name == "fused_cross_entropy":
+        return int(eqn.params["options"].flops * lhs.shape[eqn.params["options"].contracted[0]])
     # A ragged dot multiplies each row by the matrix of its group.
     return 2 * math.prod(lhs.shape) * rhs.shape[-1]
 

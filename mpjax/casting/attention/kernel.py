@@ -62,8 +62,8 @@ class Options:
     nan: bool
 
     @property
-    def biases(self) -> tuple[int, ...]:
-        """The indices of the biases among the operands."""
+    def floats(self) -> tuple[int, ...]:
+        """The operands that are read in float32: the biases."""
         return tuple(range(3, 3 + len(self.factors)))
 
     @property

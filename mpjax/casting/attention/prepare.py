@@ -6,7 +6,6 @@ is found when their own program is planned.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,12 +14,12 @@ import jax
 
 from mpjax.casting.attention.find import attentions
 from mpjax.casting.attention.flat import Inlined
-from mpjax.casting.attention.kernel import ATTENTION, Options, is_sought, options_of, platform
+from mpjax.casting.attention.kernel import ATTENTION, Options, options_of, platform
 from mpjax.casting.attention.parts import Attention
 from mpjax.casting.classify import classify
 from mpjax.casting.setting import Setting
 from mpjax.kernels.attention_kernels import kernel_of
-from mpjax.program import compat, derivative_rules
+from mpjax.program import compat
 from mpjax.program.dataflow import variables
 from mpjax.program.derivative_rules import may_close_over_tracers
 from mpjax.program.graph import SubJaxpr, sub_jaxprs
@@ -29,24 +28,10 @@ from mpjax.program.source import reason
 
 # By name: the calls that may be inlined are those without a meaning of their own.
 
+
+Refused = tuple[tuple[Any, str], ...]
 # Not `custom_jvp`: a derivative rule of the program stays.
 _CALLS = ("jit", "pjit", "closed_call", "call", "eval_jaxpr")
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A program with its attentions as single equations.
-
-    Args:
-        jaxpr: The open jaxpr.
-        refused: The attentions that are not fused, each as the equation of its values with the reason.
-    """
-
-    jaxpr: Any
-    refused: tuple[tuple[Any, str], ...] = ()
-
-
-_cache: weakref.WeakKeyDictionary[Any, dict[Any, Prepared]] = weakref.WeakKeyDictionary()
 
 
 _consts: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -61,16 +46,6 @@ def remember(jaxpr: Any, consts: Sequence[Any]) -> None:
 def constants(jaxpr: Any) -> dict[Any, Any]:
     """The known constants of an open jaxpr, by variable."""
     return _consts.get(jaxpr, {})
-
-
-def prepared(jaxpr: Any, setting: Setting) -> Prepared:
-    """An open jaxpr with its attentions as single equations, if the rules ask for it."""
-    if not is_sought(setting.rules.attention):
-        return Prepared(jaxpr)
-    known = _cache.setdefault(jaxpr, {})
-    if setting not in known:
-        known[setting] = _prepare(jaxpr, setting)
-    return known[setting]
 
 
 def _issued(attention: Attention, flow: Inlined, setting: Setting) -> tuple[list[Any], Options] | str:
@@ -112,21 +87,21 @@ def _has_wide_bias(attention: Attention, flow: Inlined, setting: Setting) -> boo
     return False
 
 
-def _prepare(original: Any, setting: Setting) -> Prepared:
+def with_attentions(original: Any, setting: Setting) -> tuple[Any, Refused]:
+    """An open jaxpr with its attentions as single equations, and those that are not fused.
+
+    Each of these is the equation of its values, with the reason.
+    """
     jaxpr = _with_masks_inside(original)
-    result = _with_attentions(jaxpr, setting, _consts.get(original, {})) if _may_contain(jaxpr) else Prepared(jaxpr)
-    if result.jaxpr is not original:
-        derivative_rules.inherit(result.jaxpr, original)
-        _cache.setdefault(result.jaxpr, {})[setting] = result
-    return result
+    return _with_attentions(jaxpr, setting, _consts.get(original, {})) if _may_contain(jaxpr) else (jaxpr, ())
 
 
-def _with_attentions(jaxpr: Any, setting: Setting, consts: Mapping[Any, Any]) -> Prepared:
+def _with_attentions(jaxpr: Any, setting: Setting, consts: Mapping[Any, Any]) -> tuple[Any, Refused]:
     flat, origins = inlined(jaxpr, lambda eqn: not contains_all(eqn))
     flow = Inlined(flat, consts)
     here = [each for each in attentions(flow) if _is_here(each, origins)]
     if not here:
-        return Prepared(jaxpr)
+        return jaxpr, ()
     refused, needed = [], set()
     for each in here:
         issued = _issued(each, flow, setting)
@@ -137,7 +112,7 @@ def _with_attentions(jaxpr: Any, setting: Setting, consts: Mapping[Any, Any]) ->
                 id(origins[key]) for key in (*map(id, (*each.inside, each.values)), *flow.visited) if key in origins
             }
     if not needed:
-        return Prepared(jaxpr, tuple(refused))
+        return jaxpr, tuple(refused)
     flat, _ = inlined(jaxpr, lambda eqn: id(eqn) in needed, inside=True)
     flow, fused = Inlined(flat, consts), {}
     for each in attentions(flow):
@@ -145,7 +120,7 @@ def _with_attentions(jaxpr: Any, setting: Setting, consts: Mapping[Any, Any]) ->
         if not isinstance(issued, str):
             fused[id(each.values)] = _equation(each.values, *issued)
     eqns = [fused.get(id(eqn), eqn) for eqn in flat.eqns]
-    return Prepared(flat.replace(eqns=eqns), tuple(refused))
+    return flat.replace(eqns=eqns), tuple(refused)
 
 
 # A mask is often made outside of the layers that read it.

@@ -1,0 +1,1 @@
+"""Losses of language models that a program writes out, without their logits."""

@@ -1,0 +1,397 @@
+"""Finds losses whose logits are read by rows only, and writes them from statistics of the rows.
+
+The search starts at each matmul with a parameter. It follows the logits forward: scales, a bias and a cap, a shift that
+is the same for a whole row, exponentials, products with one-hot labels. Each reduction over the vocabulary then is a
+formula of few numbers of a row: its logsumexp, its largest, its sum, and the logits at its labels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpjax.casting.setting import tracked
+from mpjax.program import compat
+from mpjax.program.dataflow import Dataflow
+from mpjax.program.primitives import primitive
+from mpjax.program.source import source_line
+
+
+class Refused(Exception):
+    """Something reads the logits themselves."""
+
+
+class Logits(NamedTuple):
+    """An array of logits, with what was added to each row: pairs of a sign and a variable that is the same in a row."""
+
+    shift: tuple[tuple[float, Any], ...] = ()
+
+
+class Exponential(NamedTuple):
+    """The exponential of logits."""
+
+    logits: Logits
+
+
+class Labels(NamedTuple):
+    """Numbers that are the same for all of the vocabulary but the label: a factor for each label, and the rest."""
+
+    factors: tuple[tuple[Any, float], ...]
+    rest: float = 0.0
+
+
+class Picked(NamedTuple):
+    """The product of labels and logits."""
+
+    labels: Labels
+    logits: Logits
+
+
+class Found(NamedTuple):
+    """A loss's head.
+
+    Args:
+        matmul: Its equation.
+        steps: What is done to the product, as in `Head`.
+        moves: The moves of rows between the product and the loss.
+        bias: The bias before it was broadcast; None without one.
+        inside: The equations that the statistics replace.
+        reads: The reductions, each with a function from statistics and row values to its result, and its row values.
+        labels: The arrays of labels.
+        shape: The shape of the logits without the vocabulary.
+    """
+
+    matmul: Any
+    steps: tuple[tuple[str, float], ...]
+    moves: tuple[Any, ...]
+    bias: Any
+    inside: frozenset[int]
+    reads: tuple[tuple[Any, Callable[..., Any], tuple[Any, ...]], ...]
+    labels: tuple[Any, ...]
+    shape: tuple[int, ...]
+
+
+class _Search:
+    """The search from one matmul."""
+
+    def __init__(self, flow: Dataflow, matmul: Any):
+        self.flow, self.matmul = flow, matmul
+        (v,) = matmul.outvars
+        self.size = v.aval.shape[-1]
+        self.steps: list[tuple[str, float]] = []
+        self.moves: list[Any] = []
+        self.bias: Any = None
+        self.inside: list[Any] = [matmul]
+        self.reads: list[tuple[Any, Callable[..., Any], tuple[Any, ...]]] = []
+        self.labels: list[Any] = []
+        self.known: dict[Any, Any] = {}
+        self.is_loss = False  # Whether the largest of each row is read, as a softmax does.
+
+    def run(self) -> Found:
+        """Follows the logits to all that reads them.
+
+        Raises:
+            Refused: Something reads more than statistics of rows.
+        """
+        logits = self._head()
+        self.known[logits] = Logits()
+        self.shape = logits.aval.shape[:-1]
+        self._follow([logits])
+        if not any(eqn.primitive.name in ("reduce_sum", "gather") for eqn, _, _ in self.reads):
+            raise Refused("nothing sums their exponentials")
+        return Found(
+            self.matmul, tuple(self.steps), tuple(self.moves), self.bias, frozenset(map(id, self.inside)),
+            tuple(self.reads), tuple(self.labels), self.shape,
+        )  # fmt: skip
+
+    def _head(self) -> Any:
+        """The logits after scales, bias, cap and moves of their rows: the last value with a single reader."""
+        v: Any = self.matmul.outvars[0]
+        while len(readers := self.flow.readers.get(v, ())) == 1 and v not in self.flow.returned:
+            eqn = next(iter(readers))
+            if not self._is_step(eqn, v):
+                break
+            self.inside.append(eqn)
+            v = eqn.outvars[0]
+        return v
+
+    def _is_step(self, eqn: Any, v: Any) -> bool:
+        name, shape = eqn.primitive.name, v.aval.shape
+        other = next((x for x in eqn.invars if x is not v), None)
+        if name in ("mul", "div") and other is not None and not (name == "div" and eqn.invars[0] is not v):
+            factor = self._number(other)
+            if factor is None or not math.isfinite(factor) or factor == 0:
+                return False
+            self.steps.append(("scale", factor if name == "mul" else 1 / factor))
+            return True
+        if name == "tanh":
+            self.steps.append(("cap", 1.0))
+            return True
+        if name == "add" and other is not None and self.bias is None and not self.moves:
+            self.bias = self._bias(other, shape)
+            self.steps += [] if self.bias is None else [("bias", 0.0)]
+            return self.bias is not None
+        if name == "reshape" and eqn.outvars[0].aval.shape[-1:] == shape[-1:] and eqn.params["dimensions"] is None:
+            self.moves.append(eqn)
+            return True
+        if name == "slice" and eqn.outvars[0].aval.shape[-1] == shape[-1]:
+            self.moves.append(eqn)
+            return True
+        return False
+
+    def _bias(self, other: Any, shape: Sequence[int]) -> Any:
+        """The bias that was broadcast to the shape of the logits; None if it is none."""
+        if isinstance(other, compat.Literal):
+            return None
+        if other.aval.shape == (*(1 for _ in shape[:-1]), shape[-1]):
+            return other
+        maker = self.flow.maker(other)
+        if maker is None or maker.primitive.name != "broadcast_in_dim":
+            return None
+        (source,) = maker.invars
+        one_row = source.aval.shape in (shape[-1:], (*(1 for _ in shape[:-1]), shape[-1]))
+        return source if one_row and maker.params["broadcast_dimensions"][-1] == len(shape) - 1 else None
+
+    def _number(self, x: Any) -> float | None:
+        """The one number that all elements of an operand are; None if they aren't."""
+        while not isinstance(x, compat.Literal):
+            maker = self.flow.maker(x)
+            if maker is None or maker.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
+                return None
+            (x,) = maker.invars
+        return float(np.asarray(x.val)) if np.ndim(x.val) == 0 else None
+
+    def _follow(self, waiting: list[Any]) -> None:
+        while waiting:
+            v = waiting.pop()
+            if v in self.flow.returned:
+                raise Refused("its logits are returned")
+            for eqn in self.flow.readers.get(v, ()):
+                found = self._reader(eqn)
+                if id(eqn) not in map(id, self.inside):
+                    self.inside.append(eqn)
+                if found is not None and eqn.outvars[0] not in self.known:
+                    self.known[eqn.outvars[0]] = found
+                    waiting.append(eqn.outvars[0])
+
+    def _reader(self, eqn: Any) -> Any:
+        """What an equation that reads logits makes of them; None if it is a reduction, which is noted."""
+        name = eqn.primitive.name
+        kinds = [self._kind(x) for x in eqn.invars]
+        match name, kinds:
+            case "copy" | "convert_element_type", [kind] if tracked(eqn.outvars[0]):
+                return kind
+            case "sub" | "add", [Logits(shift), None]:
+                return Logits((*shift, (1.0 if name == "add" else -1.0, self._row(eqn, eqn.invars[1]))))
+            case "add", [None, Logits(shift)]:
+                return Logits((*shift, (1.0, self._row(eqn, eqn.invars[0]))))
+            case "exp", [Logits() as logits]:
+                return Exponential(logits)
+            case "mul", [Logits() as logits, Labels() as labels] | [Labels() as labels, Logits() as logits]:
+                return Picked(labels, logits)
+            case "select_n", [Labels(((label, 1.0),), 0.0), None, Logits() as logits] if self._is_zero(eqn.invars[1]):
+                return Picked(Labels(((label, 1.0),)), logits)
+            case "neg", [Picked(labels, logits)]:
+                return Picked(Labels(tuple((y, -f) for y, f in labels.factors), -labels.rest), logits)
+            case "neg", [Logits() as logits]:
+                return Picked(Labels((), -1.0), logits)
+            case "mul", [Picked(), None] | [None, Picked()] | [Logits(), None] | [None, Logits()]:
+                kind = kinds[0] if kinds[0] is not None else kinds[1]
+                number = self._number(eqn.invars[1] if kinds[0] is not None else eqn.invars[0])
+                if number is not None:
+                    labels, logits = (kind.labels, kind.logits) if isinstance(kind, Picked) else (Labels((), 1.0), kind)
+                    return Picked(_times(labels, number), logits)
+            case "reduce_max", [Logits(shift)] if self._over_vocabulary(eqn):
+                self.is_loss = True
+                if not self._is_stopped(eqn.outvars[0]):
+                    raise Refused("its largest logit has a gradient: use jax.lax.stop_gradient, which changes nothing")
+                return self._note(eqn, lambda found, *rows: found[1] + _total(shift, rows), shift)
+            case "reduce_sum", [Exponential(Logits(shift))] if self._over_vocabulary(eqn):
+                return self._note(eqn, lambda found, *rows: jnp.exp(found[0] + _total(shift, rows)), shift)
+            case "reduce_sum", [Logits(shift)] if self._over_vocabulary(eqn):
+                size = self.size
+                return self._note(eqn, lambda found, *rows: found[2] + size * _total(shift, rows), shift)
+            case "reduce_sum", [Picked(labels, Logits(shift))] if self._over_vocabulary(eqn):
+                return self._note_picked(eqn, labels, shift)
+            case "argmax", [Logits(shift)] if eqn.params["axes"] == (len(self.shape),):
+                dtype = eqn.params["index_dtype"]
+                return self._note(eqn, lambda found, *rows: found[3].astype(dtype), ())
+            case "gather", [Logits(shift), None] if self._selects(eqn):
+                return self._note_gather(eqn, shift)
+        scopes = "the program contains its gradient already" if "transpose(" in str(eqn.source_info.name_stack) else ""
+        raise Refused(scopes or f"its logits are read by {name} ({source_line(eqn)})")
+
+    def _kind(self, x: Any) -> Any:
+        """What an operand is: logits, what is made of them, or labels; None for anything else."""
+        if isinstance(x, compat.Literal):
+            return None
+        return self.known.get(x) or self._as_labels(x)
+
+    def _as_labels(self, x: Any) -> Labels | None:
+        """An operand as numbers that differ at labels only."""
+        if x.aval.shape != (*self.shape, self.size):
+            return None
+        eqn = self.flow.maker(x)
+        if eqn is None:
+            return None
+        name, ins = eqn.primitive.name, eqn.invars
+        if name == "eq":
+            for i in (0, 1):
+                if self._counts(ins[i]) and (label := self._source_of_row(ins[1 - i])) is not None:
+                    return Labels(((label, 1.0),))
+        elif name == "convert_element_type":
+            return self._as_labels(ins[0])
+        elif name in ("mul", "add", "div", "sub"):
+            for i in (0, 1) if name in ("mul", "add") else (0,):
+                number = None if isinstance(ins[i], compat.Literal) else self._number(ins[1 - i])
+                labels = self._as_labels(ins[i]) if number is not None else None
+                if labels is not None and number is not None:
+                    if name in ("mul", "div"):
+                        return _times(labels, number if name == "mul" else 1 / number)
+                    return labels._replace(rest=labels.rest + (number if name == "add" else -number))
+        return None
+
+    def _counts(self, x: Any) -> bool:
+        """Whether an operand counts the vocabulary."""
+        while (eqn := self.flow.maker(x)) is not None:
+            name = eqn.primitive.name
+            if name == "iota":
+                return bool(eqn.params["dimension"] == x.aval.ndim - 1 and x.aval.shape[-1] == self.size)
+            if name == "broadcast_in_dim":
+                (inner,) = eqn.invars
+                dims = eqn.params["broadcast_dimensions"]
+                if inner.aval.shape[-1:] != (self.size,) or dims[-1] != x.aval.ndim - 1:
+                    return False
+            elif name not in ("convert_element_type", "reshape") or eqn.invars[0].aval.shape[-1:] != (self.size,):
+                return False
+            x = eqn.invars[0]
+        return False
+
+    def _source_of_row(self, x: Any) -> Any:
+        """The variable that an operand is made of that is the same for all of the vocabulary; None if it isn't."""
+        if not isinstance(x, compat.Literal) and x.aval.shape == (*self.shape, 1):
+            return x
+        eqn = None if isinstance(x, compat.Literal) else self.flow.maker(x)
+        if eqn is None or eqn.primitive.name != "broadcast_in_dim":
+            return None
+        (source,) = eqn.invars
+        if isinstance(source, compat.Literal):
+            return None
+        dims, shape = eqn.params["broadcast_dimensions"], source.aval.shape
+        if math.prod(shape) != math.prod(self.shape):
+            return None
+        wide = [n for n, d in zip(shape, dims, strict=True) if d < len(self.shape)]
+        last = [n for n, d in zip(shape, dims, strict=True) if d == len(self.shape)]
+        return (
+            source if last in ([], [1]) and [n for n in wide if n != 1] == [n for n in self.shape if n != 1] else None
+        )
+
+    def _row(self, eqn: Any, x: Any) -> Any:
+        source = self._source_of_row(x)
+        if source is None:
+            raise Refused(f"its logits are read by {eqn.primitive.name} ({source_line(eqn)})")
+        return source
+
+    def _is_zero(self, x: Any) -> bool:
+        return self._number(x) == 0
+
+    def _over_vocabulary(self, eqn: Any) -> bool:
+        return bool(eqn.params["axes"] == (len(self.shape),))
+
+    def _selects(self, eqn: Any) -> bool:
+        """Whether a gather takes one element of each row, from the vocabulary."""
+        operand, params = eqn.invars[0].aval.shape, eqn.params
+        numbers, last = params["dimension_numbers"], len(self.shape)
+        batched = [d for d in range(last) if d in numbers.operand_batching_dims or operand[d] == 1]
+        one_each = (
+            numbers.start_index_map == (last,) and batched == list(range(last)) and eqn.invars[1].aval.dtype == np.int32
+        )
+        sizes = {math.prod(self.shape), eqn.invars[1].aval.size, eqn.outvars[0].aval.size}
+        return one_each and set(params["slice_sizes"]) == {1} and len(sizes) == 1
+
+    def _is_stopped(self, v: Any) -> bool:
+        """Whether a value of a row has no derivative."""
+        if v in self.flow.returned:
+            return False
+        return all(
+            eqn.primitive.name == "stop_gradient"
+            or not compat.is_inexact(eqn.outvars[0].aval)
+            or (self._keeps_rows(eqn) and self._is_stopped(eqn.outvars[0]))
+            for eqn in self.flow.readers.get(v, ())
+        )
+
+    def _keeps_rows(self, eqn: Any) -> bool:
+        row = primitive(eqn.primitive.name)
+        return (row.pointwise or row.whole) and eqn.outvars[0].aval.size == math.prod(self.shape)
+
+    def _label(self, v: Any) -> int:
+        if v not in self.labels:
+            self.labels.append(v)
+        return self.labels.index(v)
+
+    def _note(self, eqn: Any, result: Callable[..., Any], shift: Sequence[tuple[float, Any]]) -> None:
+        self.reads.append((eqn, result, tuple(row for _, row in shift)))
+
+    def _note_picked(self, eqn: Any, labels: Labels, shift: Any) -> None:
+        at, size, rest = [(self._label(y), factor) for y, factor in labels.factors], self.size, labels.rest
+        count = len(shift)
+
+        def result(found: Any, *rows: Any) -> Any:
+            total = _total(shift, rows[:count])
+            out = rest * (found[2] + size * total) if rest else 0.0
+            for (i, factor), y in zip(at, rows[count:], strict=True):
+                inside = (y >= 0) & (y < size)
+                out = out + factor * (found[4 + i] + jnp.where(inside, total, 0))
+            return out
+
+        self.reads.append((eqn, result, (*(row for _, row in shift), *(y for y, _ in labels.factors))))
+
+    def _note_gather(self, eqn: Any, shift: Any) -> None:
+        indices, size, mode = eqn.invars[1], self.size, eqn.params["mode"]
+        i, fill, count = self._label(indices), eqn.params["fill_value"], len(shift)
+
+        def result(found: Any, *rows: Any) -> Any:
+            out = found[4 + i] + _total(shift, rows[:count])
+            inside = (rows[count] >= 0) & (rows[count] < size)
+            if mode != lax.GatherScatterMode.PROMISE_IN_BOUNDS:
+                out = jnp.where(inside, out, np.float32(np.nan if fill is None else fill))
+            return out
+
+        if mode == lax.GatherScatterMode.CLIP:
+            raise Refused("its labels are clipped to the vocabulary")
+        self.reads.append((eqn, result, (*(row for _, row in shift), indices)))
+
+
+def _times(labels: Labels, number: float) -> Labels:
+    return Labels(tuple((y, f * number) for y, f in labels.factors), labels.rest * number)
+
+
+def _total(shift: Sequence[tuple[float, Any]], rows: Sequence[Any]) -> Any:
+    return sum((sign * row for (sign, _), row in zip(shift, rows, strict=True)), start=np.float32(0))
+
+
+def losses(flow: Dataflow) -> Iterator[tuple[Any, Found | str]]:
+    """The matmuls whose results are reduced like the logits of a loss, each with its head or why it stays."""
+    for eqn in flow.eqns:
+        if _is_head(flow, eqn):
+            search = _Search(flow, eqn)
+            try:
+                yield eqn, search.run()
+            except Refused as why:
+                if search.is_loss or search.reads:
+                    yield eqn, str(why)
+
+
+def _is_head(flow: Dataflow, eqn: Any) -> bool:
+    """Whether a matmul multiplies rows by a matrix, whose columns are the last dimension of its result."""
+    if eqn.primitive.name != "dot_general" or not all(map(tracked, (*eqn.invars, *eqn.outvars))):
+        return False
+    ((left, right), (batch, _)) = eqn.params["dimension_numbers"]
+    x, w = eqn.invars
+    shaped = len(left) == len(right) == 1 and not batch and w.aval.ndim == 2 and x.aval.ndim >= 2
+    return shaped and eqn.outvars[0] in flow.readers

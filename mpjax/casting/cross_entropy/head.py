@@ -1,0 +1,65 @@
+"""The product of a loss's head and what is read of its logits, as one equation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.kernels.cross_entropy import Head, statistics
+
+CROSS_ENTROPY = jax.extend.core.Primitive("fused_cross_entropy")
+CROSS_ENTROPY.multiple_results = True
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadOptions:
+    """The parameters of the equation of a head: rows, weights, the bias if there is one, labels.
+
+    Args:
+        head: How logits follow.
+        contracted: The dimensions of rows and of weights that are contracted.
+        rows: The shape of the logits without the vocabulary.
+        vocabulary: Its size.
+    """
+
+    head: Head
+    contracted: tuple[int, int]
+    rows: tuple[int, ...]
+    vocabulary: int
+
+    @property
+    def floats(self) -> tuple[int, ...]:
+        """The operands that are read in float32: the weights and the bias."""
+        return (1, 2) if self.head.has_bias else (1,)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the product, without the width of the rows."""
+        return 2 * math.prod(self.rows) * self.vocabulary
+
+    @property
+    def kind(self) -> str:
+        """What it is, in words."""
+        kinds = [kind for kind, _ in self.head.steps]
+        words = [word for word, kind in (("bias", "bias"), ("scaled", "scale"), ("capped", "cap")) if kind in kinds]
+        return ", ".join(("stores no logits", *words))
+
+    @property
+    def results(self) -> list[Any]:
+        """The shapes and dtypes of the results."""
+        dtypes = (np.float32, np.float32, np.float32, np.int32, *[np.float32] * self.head.labels)
+        return [jax.ShapeDtypeStruct(self.rows, dtype) for dtype in dtypes]
+
+    def __call__(self, x: Any, w: Any, *rest: Any) -> list[Any]:
+        """The logsumexp, the largest, the sum, its index, and the logits at each array of labels, of each row."""
+        x = jnp.moveaxis(x, self.contracted[0], -1)
+        w = jnp.moveaxis(w, self.contracted[1], 0)
+        bias, labels = (rest[0].astype(np.float32), rest[1:]) if self.head.has_bias else (None, rest)
+        flat = [y.reshape(-1) for y in labels]
+        found = statistics(x.reshape(-1, x.shape[-1]), w.astype(np.float32), bias, flat, self.head)
+        return [y.reshape(self.rows) for y in (*found[:4], *found.at)]

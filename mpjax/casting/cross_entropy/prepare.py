@@ -1,0 +1,125 @@
+"""Writes a program's losses from statistics of rows, in place of their logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mpjax.casting.attention.prepare import inlined
+from mpjax.casting.classify import classify
+from mpjax.casting.cross_entropy.find import Found, losses
+from mpjax.casting.cross_entropy.head import CROSS_ENTROPY, HeadOptions
+from mpjax.casting.setting import Setting
+from mpjax.kernels.cross_entropy import Head
+from mpjax.program import compat
+from mpjax.program.dataflow import Dataflow, live_equations, variables
+from mpjax.program.primitives import Op
+from mpjax.program.source import reason
+
+
+def without_logits(original: Any, setting: Setting) -> tuple[Any, tuple[tuple[Any, str], ...]]:
+    """An open jaxpr without the logits of its losses, and the losses that stay, each with the reason."""
+    jaxpr, _ = inlined(original, lambda eqn: True)
+    refused = []
+    for matmul, found in list(losses(Dataflow(live_equations(jaxpr), jaxpr.outvars))):
+        listing = classify(matmul, setting)
+        if isinstance(found, str) or listing.op is not Op.ALLOW:
+            refused.append((matmul, found if isinstance(found, str) else listing.why))
+            continue
+        try:
+            jaxpr = jaxpr.replace(eqns=_written(jaxpr.eqns, found))
+        except Exception as error:  # A program that this code did not foresee still runs as it is written.
+            refused.append((matmul, f"its form was not understood: {reason(error)}"))
+    changed = any(eqn.primitive is CROSS_ENTROPY for eqn in jaxpr.eqns)
+    return (jaxpr if changed else original), tuple(refused)
+
+
+def _written(eqns: Sequence[Any], found: Found) -> list[Any]:
+    """The equations of a program with a loss from statistics in place of its logits."""
+    x, w = found.matmul.invars
+    ((i,), (j,)), _ = found.matmul.params["dimension_numbers"]
+    new: list[Any] = []
+
+    def rows(x: Any) -> Any:
+        x = jnp.moveaxis(x, i, -1)
+        for move in found.moves:
+            x = _moved(x, move)
+        return x
+
+    plain = i == x.aval.ndim - 1 and not found.moves
+    x = x if plain else _spliced(rows, [x], new, found.matmul)
+    bias = [] if found.bias is None else [_spliced(jnp.ravel, [found.bias], new, found.matmul)]
+    labels = [_spliced(lambda y: y.reshape(found.shape).astype(np.int32), [y], new, found.matmul) for y in found.labels]
+    vocabulary = found.matmul.outvars[0].aval.shape[-1]
+    options = HeadOptions(Head(found.steps, len(labels)), (x.aval.ndim - 1, j), found.shape, vocabulary)
+    types = compat.open_jaxpr(jax.make_jaxpr(lambda *rows: rows)(*options.results))
+    outs = [compat.new_variable(v) for v in types.jaxpr.invars]
+    params = {"options": options}
+    new.append(
+        found.matmul.replace(primitive=CROSS_ENTROPY, invars=[x, w, *bias, *labels], outvars=outs, params=params)
+    )
+    results = {}
+    for eqn, result, given in found.reads:
+        shape, dtype = eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype
+
+        def value(*arrays: Any, result: Any = result, shape: Any = shape, dtype: Any = dtype) -> Any:
+            stats, rows = arrays[: len(outs)], arrays[len(outs) :]
+            return result(stats, *(row.reshape(found.shape) for row in rows)).astype(dtype).reshape(shape)
+
+        made: list[Any] = []
+        results[eqn.outvars[0]] = _spliced(value, [*outs, *given], made, eqn)
+        new += made
+    rest = [eqn for eqn in eqns if id(eqn) not in found.inside]
+    return _in_order([eqn.replace(invars=_renamed(eqn.invars, results)) for eqn in (*rest, *new)])
+
+
+def _moved(x: Any, move: Any) -> Any:
+    """Rows after a move of the logits."""
+    shape, params = move.outvars[0].aval.shape, move.params
+    if move.primitive.name == "reshape":
+        return x.reshape(*shape[:-1], x.shape[-1])
+    strides = params["strides"] and (*params["strides"][:-1], 1)
+    return lax.slice(x, params["start_indices"], (*params["limit_indices"][:-1], x.shape[-1]), strides)
+
+
+def _spliced(fun: Callable[..., Any], operands: Sequence[Any], eqns: list[Any], like: Any) -> Any:
+    """Adds the equations of a function of variables, in the scopes of another equation. Returns its result."""
+    opened = compat.open_jaxpr(jax.make_jaxpr(fun)(*(compat.example(v.aval) for v in operands)))
+    names = dict(zip(opened.jaxpr.invars, operands, strict=True))
+    for eqn in opened.jaxpr.eqns:
+        outs = [compat.new_variable(v) for v in eqn.outvars]
+        ins = _renamed(eqn.invars, names)
+        names.update(zip(eqn.outvars, outs, strict=True))
+        eqns.append(compat.in_scopes_of(eqn.replace(invars=ins, outvars=outs), like))
+    (result,) = _renamed(opened.jaxpr.outvars, names)
+    return result
+
+
+def _renamed(atoms: Sequence[Any], names: Mapping[Any, Any]) -> list[Any]:
+    return [names.get(v, v) if isinstance(v, compat.Var) else v for v in atoms]
+
+
+def _in_order(eqns: Sequence[Any]) -> list[Any]:
+    """Equations in an order in which each value is made before it is read."""
+    made_by = {v: eqn for eqn in eqns for v in eqn.outvars}
+    done: set[int] = set()
+    order: list[Any] = []
+    for eqn in eqns:
+        waiting = [eqn]
+        while waiting:
+            top = waiting[-1]
+            makers = [made_by[v] for v in variables(top.invars) if v in made_by]
+            needed = [maker for maker in makers if id(maker) not in done]
+            if needed and id(top) not in done:
+                waiting += needed
+                continue
+            waiting.pop()
+            if id(top) not in done:
+                done.add(id(top))
+                order.append(top)
+    return order

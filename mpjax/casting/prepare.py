@@ -1,0 +1,53 @@
+"""Puts attentions and losses of a program into single equations, so that autocast plans them like any other."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any
+
+from mpjax.casting.attention import prepare as attention
+from mpjax.casting.attention.kernel import is_sought
+from mpjax.casting.cross_entropy.prepare import without_logits
+from mpjax.casting.setting import Setting
+from mpjax.program import derivative_rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A program with its attentions and losses as single equations.
+
+    Args:
+        jaxpr: The open jaxpr.
+        refused: Those that stay as they are written: what each is, an equation of it, and the reason.
+    """
+
+    jaxpr: Any
+    refused: tuple[tuple[str, Any, str], ...] = ()
+
+
+_cache: weakref.WeakKeyDictionary[Any, dict[Any, Prepared]] = weakref.WeakKeyDictionary()
+
+
+def prepared(jaxpr: Any, setting: Setting) -> Prepared:
+    """An open jaxpr with its attentions and losses as single equations, if the rules ask for it."""
+    if not is_sought(setting.rules.attention) and setting.rules.cross_entropy == "unfused":
+        return Prepared(jaxpr)
+    known = _cache.setdefault(jaxpr, {})
+    if setting not in known:
+        known[setting] = result = _prepare(jaxpr, setting)
+        if result.jaxpr is not jaxpr:
+            derivative_rules.inherit(result.jaxpr, jaxpr)
+            _cache.setdefault(result.jaxpr, {})[setting] = result
+    return known[setting]
+
+
+def _prepare(jaxpr: Any, setting: Setting) -> Prepared:
+    refused: list[tuple[str, Any, str]] = []
+    if is_sought(setting.rules.attention):
+        jaxpr, unfused = attention.with_attentions(jaxpr, setting)
+        refused += (("attention", *each) for each in unfused)
+    if setting.rules.cross_entropy == "fused":
+        jaxpr, written = without_logits(jaxpr, setting)
+        refused += (("cross_entropy", *each) for each in written)
+    return Prepared(jaxpr, tuple(refused))

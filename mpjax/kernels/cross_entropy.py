@@ -1,0 +1,415 @@
+"""What a loss reads of its logits, as a primitive that stores none of them.
+
+    logits      = adjusted(x w)      rows × vocabulary: scaled, with a bias, capped
+    statistics  = logsumexp, largest, total (the sum), best (the index of the largest), the logits at given labels
+
+A walk goes over blocks of the vocabulary: each block's logits are computed in half with float32 sums, read, and gone.
+The backward pass computes them again from the logsumexp. A block then holds all rows, so it writes its part of the
+gradient of `w` once, in float32; only the gradient of `x`, which is small, is added up.
+
+Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (logits that are computed again).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from mpjax.program import compat
+
+# The logits of a block that exist at once.
+_BLOCK = 2**26
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """How logits follow from rows and weights.
+
+    Args:
+        steps: What is done to the product, in order: ("scale", factor), ("bias", 0) or ("cap", size).
+        labels: How many arrays of labels there are.
+    """
+
+    steps: tuple[tuple[str, float], ...] = ()
+    labels: int = 1
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a bias is added."""
+        return any(kind == "bias" for kind, _ in self.steps)
+
+
+class Statistics(NamedTuple):
+    """What is read of each row of logits, [rows] each, float32; `best` is int32, `at` has one for each array of labels.
+
+    Only `logsumexp`, `total` and `at` have a derivative. A label outside of the vocabulary is at 0.
+    """
+
+    logsumexp: Any
+    largest: Any
+    total: Any
+    best: Any
+    at: tuple[Any, ...]
+
+
+def statistics(x: Any, w: Any, bias: Any, labels: Sequence[Any], head: Head) -> Statistics:
+    """The statistics of logits.
+
+    Args:
+        x: Rows [rows, features], half.
+        w: Weights [features, vocabulary], float32; read in the dtype of `x`.
+        bias: None, or [vocabulary], float32.
+        labels: Arrays of labels [rows], int32.
+        head: How logits follow from them.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> found = statistics(jnp.ones((2, 4), jnp.bfloat16), jnp.zeros((4, 8)), None, [jnp.zeros(2, int)], Head())
+        >>> found.logsumexp.dtype, float(found.logsumexp[0])
+        (dtype('float32'), 2.0794415473937988)
+    """
+    given = (x, w, *([] if bias is None else [bias]), *labels)
+    logsumexp, largest, total, best, *at = forward_p.bind(*_same_axes(given), head=head)
+    return Statistics(logsumexp, largest, total, best, tuple(at))
+
+
+# The walk.
+
+
+def _adjusted(product: Any, bias: Any, head: Head) -> Any:
+    for kind, number in head.steps:
+        if kind == "bias":
+            product = product + bias
+        elif kind == "scale":
+            product = product * np.float32(number)
+        else:
+            product = np.float32(number) * jnp.tanh(product / np.float32(number))
+    return product
+
+
+def _count(rows: int, vocabulary: int) -> int:
+    """The number of blocks: if one near it divides the vocabulary, no two blocks overlap."""
+    least = max(1, -(-rows * vocabulary // _BLOCK))
+    return next((n for n in range(least, 2 * least) if vocabulary % n == 0), min(least, vocabulary))
+
+
+class _Walk:
+    """The blocks of a vocabulary. The last one may begin before the end of the one before it, which then counts."""
+
+    def __init__(self, x: Any, w: Any, bias: Any, head: Head):
+        self.x, self.bias, self.head = x, bias, head
+        self.vocabulary = w.shape[1]
+        count = _count(x.shape[0], self.vocabulary)
+        self.size = -(-self.vocabulary // count)
+        self.starts = np.minimum(np.arange(count) * self.size, self.vocabulary - self.size).astype(np.int32)
+        self.fresh = (np.arange(count) * self.size).astype(np.int32)
+        self.apart = bool((self.starts == self.fresh).all())
+        self.low = w.astype(x.dtype)
+
+    def block(self, start: Any) -> tuple[Any, Any]:
+        """The weights and the bias of a block."""
+        w = lax.dynamic_slice_in_dim(self.low, start, self.size, axis=1)
+        return w, None if self.bias is None else lax.dynamic_slice_in_dim(self.bias, start, self.size)
+
+    def logits(self, w: Any, bias: Any) -> Any:
+        """The logits of a block [rows, size], float32."""
+        return _adjusted(self.product(w), bias, self.head)
+
+    def product(self, w: Any) -> Any:
+        """The product of rows and weights, rounded to half as any matmul's result that is stored."""
+        return lax.dot_general(self.x, w, (((1,), (0,)), ((), ()))).astype(np.float32)
+
+    def columns(self, start: Any) -> Any:
+        """The places in the vocabulary of a block's columns."""
+        return lax.broadcasted_iota(np.int32, (self.x.shape[0], self.size), 1) + start
+
+    def with_block(self, whole: Any, part: Any, start: Any, axis: int) -> Any:
+        """A gradient with that of a block, which is 0 in columns of the block before it."""
+        if not self.apart:
+            part = part + lax.dynamic_slice_in_dim(whole, start, self.size, axis)
+        return lax.dynamic_update_slice_in_dim(whole, part, start, axis)
+
+    def run(self, body: Callable[..., Any], carry: Any) -> Any:
+        """The carry after all blocks; `body(carry, start, fresh) → carry`, where columns from `fresh` on are new."""
+        arrays = [y for y in (self.x, self.low, self.bias) if y is not None]
+        carry = jax.tree.map(lambda y: _vary_as(y, arrays), carry)
+        if len(self.starts) == 1:
+            return body(carry, 0, 0)
+        steps = (jnp.asarray(self.starts), jnp.asarray(self.fresh))
+        return lax.scan(lambda carry, at: (body(carry, *at), None), carry, steps)[0]
+
+
+def _forward_program(*arrays: Any, head: Head) -> list[Any]:
+    x, w, bias, labels = _parts(arrays, head)
+    walk = _Walk(x, w, bias, head)
+    rows = jnp.zeros(x.shape[:1], np.float32)
+
+    def body(carry: Any, start: Any, fresh: Any) -> Any:
+        largest, summed, total, best, at = carry
+        logits, columns = walk.logits(*walk.block(start)), walk.columns(start)
+        new = True if walk.apart else columns >= fresh
+        counted = jnp.where(new, logits, -jnp.inf)
+        here = jnp.max(counted, 1)
+        higher = jnp.maximum(largest, here)
+        safe = jnp.where(jnp.isfinite(higher), higher, 0)
+        summed = summed * jnp.exp(largest - safe) + jnp.sum(jnp.exp(counted - safe[:, None]), 1)
+        place = jnp.min(jnp.where(counted == here[:, None], columns, walk.vocabulary), 1)
+        # As argmax, which takes the first NaN.
+        best = jnp.where(here > largest, place, best)
+        total = total + jnp.sum(jnp.where(new, logits, 0), 1)
+        hits = (new & (columns == y[:, None]) for y in labels)
+        at = [a + jnp.sum(jnp.where(hit, logits, 0), 1) for a, hit in zip(at, hits, strict=True)]
+        return higher, summed, total, best, at
+
+    start = (rows - jnp.inf, rows, rows, jnp.zeros(x.shape[:1], np.int32), [rows for _ in labels])
+    largest, summed, total, best, at = walk.run(body, start)
+    return [largest + jnp.log(summed), largest, total, best, *at]
+
+
+def _backward_program(*arrays: Any, head: Head, wrt: tuple[str, ...]) -> list[Any]:
+    *given, logsumexp, of_logsumexp, of_total = arrays[: len(arrays) - head.labels]
+    x, w, bias, labels = _parts(given, head)
+    of_at = arrays[len(arrays) - head.labels :]
+    walk = _Walk(x, w, bias, head)
+
+    def body(carry: Any, start: Any, fresh: Any) -> Any:
+        w, bias = walk.block(start)
+        adjusted = functools.partial(_adjusted, head=head)
+        logits, pullback = jax.vjp(adjusted, walk.product(w), 0.0 if bias is None else bias)
+        columns = walk.columns(start)
+        ct = jnp.exp(logits - logsumexp[:, None]) * of_logsumexp[:, None] + of_total[:, None]
+        for y, c in zip(labels, of_at, strict=True):
+            ct = ct + jnp.where(columns == y[:, None], c[:, None], 0)
+        of_product, of_bias = pullback(ct if walk.apart else jnp.where(columns >= fresh, ct, 0))
+        low = of_product.astype(x.dtype)
+        found = {
+            "x": lambda: carry["x"] + _dot(low, w, 1, 1),
+            "w": lambda: walk.with_block(carry["w"], _dot(x, low, 0, 0), start, 1),
+            "bias": lambda: walk.with_block(carry["bias"], of_bias, start, 0),
+        }
+        return {name: found[name]() for name in wrt}
+
+    shapes = {"x": x.shape, "w": w.shape, "bias": () if bias is None else bias.shape}
+    sums = walk.run(body, {name: jnp.zeros(shapes[name], np.float32) for name in wrt})
+    dtypes = {"x": x.dtype, "w": w.dtype, "bias": np.float32}
+    return [sums[name].astype(dtypes[name]) for name in wrt]
+
+
+def _dot(a: Any, b: Any, i: int, j: int) -> Any:
+    return lax.dot_general(a, b, (((i,), (j,)), ((), ())), preferred_element_type=np.float32)
+
+
+def formula(*arrays: Any, head: Head) -> list[Any]:
+    """The statistics from logits as a whole, for forward mode and second derivatives."""
+    x, w, bias, labels = _parts(arrays, head)
+    logits = _adjusted(_dot(x, w.astype(x.dtype), 1, 0), bias, head)
+    columns = lax.broadcasted_iota(np.int32, logits.shape, 1)
+    at = [jnp.sum(jnp.where(columns == y[:, None], logits, 0), 1) for y in labels]
+    best, largest = jnp.argmax(logits, 1).astype(np.int32), lax.stop_gradient(jnp.max(logits, 1))
+    return [jax.nn.logsumexp(logits, 1), largest, jnp.sum(logits, 1), best, *at]
+
+
+def _parts(arrays: Sequence[Any], head: Head) -> tuple[Any, Any, Any, list[Any]]:
+    x, w, *rest = arrays
+    return x, w, rest.pop(0) if head.has_bias else None, rest
+
+
+# The primitives: x, w, the bias if there is one, labels; then what follows.
+
+forward_p, tangent_p = Primitive("cross_entropy"), Primitive("cross_entropy_tangent")
+backward_p = Primitive("cross_entropy_backward")
+
+
+def _vary_as(y: Any, arrays: Sequence[Any]) -> Any:
+    return compat.vary(y, tuple(frozenset().union(*map(compat.varying_axes, arrays))))
+
+
+def _same_axes(arrays: Sequence[Any]) -> list[Any]:
+    return [_vary_as(y, arrays) for y in arrays]
+
+
+@functools.lru_cache(maxsize=1024)
+def _row_types(x: Any, labels: int) -> list[Any]:
+    def rows(x: Any) -> Any:
+        row = x[:, 0].astype(np.float32)
+        return row, row, row, row.astype(np.int32), *[row] * labels
+
+    return [aval.update(weak_type=False) for aval in compat.trace(rows, x).out_avals]
+
+
+def _forward_avals(*avals: Any, head: Head) -> list[Any]:
+    return _row_types(avals[0], head.labels)
+
+
+def _backward_avals(*avals: Any, head: Head, wrt: tuple[str, ...]) -> list[Any]:
+    by_name = {"x": avals[0], "w": avals[1], "bias": avals[2]}
+    return [by_name[name] for name in wrt]
+
+
+# `_tangent_program(given, logsumexp, tangents) → tangents of logsumexp, total and at`.
+
+
+def _tangent_program(*arrays: Any, head: Head, wrt: tuple[str, ...]) -> list[Any]:
+    count = 2 + head.has_bias + head.labels
+    given, tangents = list(arrays[:count]), arrays[len(arrays) - len(wrt) :]
+    places = [("x", "w", "bias").index(name) for name in wrt]
+
+    def fun(*chosen: Any) -> Any:
+        filled = list(given)
+        for i, y in zip(places, chosen, strict=True):
+            filled[i] = y
+        return _differentiable(formula(*filled, head=head))
+
+    return list(jax.jvp(fun, [given[i] for i in places], list(tangents))[1])
+
+
+def _differentiable(outs: Sequence[Any]) -> list[Any]:
+    return [outs[0], outs[2], *outs[4:]]
+
+
+def _tangent_avals(*avals: Any, head: Head, wrt: tuple[str, ...]) -> list[Any]:
+    return _differentiable(_row_types(avals[0], head.labels))
+
+
+def _tangents_of(primals: Sequence[Any], tangents: Sequence[Any], outs: Sequence[Any], head: Head) -> list[Any]:
+    names = ("x", "w", "bias")[: 2 + head.has_bias]
+    known = {n: t for n, t in zip(names, tangents, strict=False) if type(t) is not ad.Zero}
+    zeros = [compat.zero_tangent(out) for out in outs]
+    if not known:
+        return zeros
+    arrays = _same_axes([*primals, outs[0], *known.values()])
+    logsumexp, total, *at = tangent_p.bind(*arrays, head=head, wrt=tuple(known))
+    return [logsumexp, zeros[1], total, zeros[3], *at]
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, head: Head) -> tuple[Any, Any]:
+    outs = forward_p.bind(*primals, head=head)
+    return outs, _tangents_of(primals, tangents, outs, head)
+
+
+def _linearization(nonzeros: Sequence[bool], *primals: Any, head: Head) -> tuple[Any, Any, Any]:
+    outs = forward_p.bind(*primals, head=head)
+    some = any(nonzeros[: 2 + head.has_bias])
+    has_tangent = [some, False, some, False, *[some] * head.labels]
+    return outs, has_tangent, lambda *tangents: _tangents_of(primals, tangents, outs, head)
+
+
+def _transpose(cts: Sequence[Any], *arrays: Any, head: Head, wrt: tuple[str, ...]) -> list[Any]:
+    count = len(arrays) - len(wrt)
+    nothing: list[Any] = [None] * count
+    asked = [name for name, x in zip(wrt, arrays[count:], strict=True) if ad.is_undefined_primal(x)]
+    if not asked or all(type(ct) is ad.Zero for ct in cts):
+        return [*nothing, *(None for _ in wrt)]
+    filled = _same_axes([*arrays[:count], *(ad.instantiate_zeros(ct) for ct in cts)])
+    found = dict(zip(asked, backward_p.bind(*filled, head=head, wrt=tuple(asked)), strict=True))
+    return [*nothing, *(found.get(name) for name in wrt)]
+
+
+def _whole_backward(*arrays: Any, head: Head, wrt: tuple[str, ...]) -> list[Any]:
+    """The backward pass as a function of operands and cotangents alone: its derivative is that of the formulas."""
+    count = 2 + head.has_bias + head.labels
+    given, cts = list(arrays[:count]), list(arrays[count + 1 :])
+    places = [("x", "w", "bias").index(name) for name in wrt]
+
+    def fun(*chosen: Any) -> Any:
+        filled = list(given)
+        for i, y in zip(places, chosen, strict=True):
+            filled[i] = y
+        return _differentiable(formula(*filled, head=head))
+
+    return list(jax.vjp(fun, *(given[i] for i in places))[1](cts))
+
+
+def _derive(primitive: Primitive, whole: Callable[..., Any]) -> None:
+    """Gives a primitive the derivative of its formulas, in forward mode; JAX transposes that one."""
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+        inexact = [i for i, p in enumerate(primals) if compat.is_inexact(jax.typeof(p))]
+
+        def of_floats(*floats: Any) -> Any:
+            filled = list(primals)
+            for i, y in zip(inexact, floats, strict=True):
+                filled[i] = y
+            return whole(*filled, **params)
+
+        _, out = jax.jvp(of_floats, [primals[i] for i in inexact], [ad.instantiate_zeros(tangents[i]) for i in inexact])
+        return primitive.bind(*primals, **params), out
+
+    ad.primitive_jvps[primitive] = jvp
+
+
+def _set_batching(primitive: Primitive, per_row: Callable[[int, Any], bool]) -> None:
+    """Gives a primitive its batching rule: mapped rows become rows; mapped weights are mapped one after the other."""
+
+    def batch(arrays: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+        size = next(y.shape[d] for y, d in zip(arrays, dims, strict=True) if d is not None)
+        moved = [y if d is None else jnp.moveaxis(y, d, 0) for y, d in zip(arrays, dims, strict=True)]
+        of_rows = [per_row(i, params) for i in range(len(arrays))]
+        sums = primitive is backward_p and set(params["wrt"]) != {"x"}
+        if sums or any(d is not None and not rows for d, rows in zip(dims, of_rows, strict=True)):
+            mapped = [y for y, d in zip(moved, dims, strict=True) if d is not None]
+
+            def one(mapped: Any) -> Any:
+                following = iter(mapped)
+                each = (y if d is None else next(following) for y, d in zip(moved, dims, strict=True))
+                return primitive.bind(*each, **params)
+
+            outs = lax.map(one, mapped)
+            return outs, [0] * len(outs)
+        folded = []
+        for y, d, rows in zip(moved, dims, of_rows, strict=True):
+            y = jnp.broadcast_to(y, (size, *y.shape)) if rows and d is None else y
+            folded.append(y.reshape(-1, *y.shape[2:]) if rows else y)
+        outs = primitive.bind(*_same_axes(folded), **params)
+        return [y.reshape(size, -1, *y.shape[1:]) for y in outs], [0] * len(outs)
+
+    batching.primitive_batchers[primitive] = batch
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(primitive: Primitive, **params: Any) -> Callable[..., Any]:
+    return jax.jit(functools.partial(primitive.bind, **params))
+
+
+def _define(primitive: Primitive, program: Callable[..., Any], avals: Callable[..., Any]) -> None:
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *arrays, **params: _compiled(primitive, **params)(*arrays))
+    primitive.def_abstract_eval(avals)
+    mlir.register_lowering(primitive, mlir.lower_fun(program, multiple_results=True))
+
+
+def _is_row(i: int, params: Any) -> bool:
+    return i != 1 and not (params["head"].has_bias and i == 2)
+
+
+def _is_row_of_tangent(i: int, params: Any) -> bool:
+    count = 3 + params["head"].has_bias + params["head"].labels
+    return params["wrt"][i - count] == "x" if i >= count else _is_row(i, params)
+
+
+PROGRAMS: dict[Primitive, Callable[..., Any]] = {
+    forward_p: _forward_program,
+    tangent_p: _tangent_program,
+    backward_p: _backward_program,
+}
+for _primitive, _avals, _rows in (
+    (forward_p, _forward_avals, _is_row),
+    (tangent_p, _tangent_avals, _is_row_of_tangent),
+    (backward_p, _backward_avals, _is_row),
+):
+    _define(_primitive, PROGRAMS[_primitive], _avals)
+    _set_batching(_primitive, _rows)
+ad.primitive_jvps[forward_p] = _jvp
+compat.set_linearization(forward_p, _linearization)
+ad.primitive_transposes[tangent_p] = _transpose
+_derive(tangent_p, _tangent_program)
+_derive(backward_p, _whole_backward)

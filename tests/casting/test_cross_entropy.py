@@ -1,0 +1,226 @@
+"""Losses of language models without their logits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+from mpjax import Rules
+from mpjax.kernels import cross_entropy
+from testing import measures
+from testing.random_programs.evaluate import evaluate
+from testing.random_programs.evaluate import exact as float64
+
+pytestmark = pytest.mark.standard_promotion
+B, T, D, V = 2, 6, 8, 40
+
+
+def logits_of(params, x):
+    w, _, _ = params
+    return x @ w
+
+
+def log_softmax(params, x, y):
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits_of(params, x)), y[..., None], -1))
+
+
+def integer_labels(params, x, y):
+    return optax.softmax_cross_entropy_with_integer_labels(logits_of(params, x), y).mean()
+
+
+def one_hot(params, x, y):
+    return optax.softmax_cross_entropy(logits_of(params, x), jax.nn.one_hot(y, V)).mean()
+
+
+def smoothed(params, x, y):
+    labels = optax.smooth_labels(jax.nn.one_hot(y, V), 0.1)
+    return optax.softmax_cross_entropy(logits_of(params, x), labels).mean()
+
+
+def logsumexp(params, x, y):
+    logits = logits_of(params, x)
+    taken = jnp.take_along_axis(logits, y[..., None], -1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - taken)
+
+
+def z_loss(params, x, y):
+    logits = logits_of(params, x)
+    z = jax.nn.logsumexp(logits, -1)
+    taken = jnp.take_along_axis(logits, y[..., None], -1)[..., 0]
+    return jnp.mean(z - taken) + 1e-2 * jnp.mean(z**2)
+
+
+def compared(params, x, y):
+    log_p = jax.nn.log_softmax(logits_of(params, x))
+    hit = jnp.arange(V) == y[..., None]
+    return -jnp.mean(jnp.sum(jnp.where(hit, log_p, 0.0), -1))
+
+
+def tied(params, x, y):
+    _, table, _ = params
+    logits = jnp.einsum("btd,vd->btv", x, table)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+def biased_and_cold(params, x, y):
+    w, _, b = params
+    logits = (x @ w + b) / 0.7
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+def capped(params, x, y):
+    logits = 3 * jnp.tanh(logits_of(params, x) / 3)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+def shifted_and_ignored(params, x, y):
+    logits, y = logits_of(params, x)[:, :-1], y[:, 1:]
+    keep = y != 3
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(keep, y, 0))
+    return jnp.sum(losses * keep) / jnp.sum(keep)
+
+
+def flat(params, x, y):
+    logits = logits_of(params, x).reshape(-1, V)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y.reshape(-1)).sum()
+
+
+def with_accuracy(params, x, y):
+    logits = logits_of(params, x)
+    right = jnp.mean(jnp.argmax(logits, -1) == y)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean() + 0.0 * right
+
+
+def policy_gradient(params, x, y):
+    log_p = jnp.take_along_axis(jax.nn.log_softmax(logits_of(params, x)), y[..., None], -1)[..., 0]
+    return jnp.mean(jnp.exp(log_p - jax.lax.stop_gradient(log_p) + 0.1) * jnp.sin(y))
+
+
+def jitted(params, x, y):
+    return jax.jit(integer_labels)(params, x, y)
+
+
+def checkpointed(params, x, y):
+    return jax.checkpoint(log_softmax)(params, x, y)
+
+
+def scanned(params, x, y):
+    add = lambda c, xy: (c + logsumexp(params, *xy), None)
+    return jax.lax.scan(add, 0.0, (x[:, None], y[:, None]))[0]
+
+
+def mapped(params, x, y):
+    return jax.vmap(lambda x, y: integer_labels(params, x, y))(x, y).mean()
+
+
+def outside(params, x, y):
+    """Labels that no vocabulary has count as zeros of a one-hot."""
+    return one_hot(params, x, y.at[0, 0].set(V + 3).at[1, 1].set(-1))
+
+
+LOSSES = {
+    f.__name__: f
+    for f in (
+        log_softmax, integer_labels, one_hot, smoothed, logsumexp, z_loss, compared, tied, biased_and_cold, capped,
+        shifted_and_ignored, flat, with_accuracy, policy_gradient, jitted, checkpointed, scanned, mapped, outside,
+    )
+}  # fmt: skip
+
+
+def model(loss):
+    """A loss of a hidden layer."""
+    return lambda params, x, y: loss(params[1], jnp.tanh(x @ params[0]), y)
+
+
+def arguments():
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    params = (normal(D, D) / 3, (normal(D, V), normal(V, D), normal(V)))
+    return params, normal(B, T, D), jnp.asarray(rng.integers(0, V, (B, T)), jnp.int32)
+
+
+def autocast(loss, choice, policy="mixed_bfloat16"):
+    return mpjax.autocast(model(loss), policy, rules=Rules(cross_entropy=choice))
+
+
+def rows(loss, *args):
+    plan = mpjax.explain(autocast(loss, "fused"), *args)
+    return [row for row in plan.rows if "cross_entropy" in row.op]
+
+
+def relative(found, exact):
+    pairs = list(zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True))
+    pairs = [(np.asarray(a, float), np.asarray(b, float)) for a, b in pairs if np.any(b)]
+    return np.array([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs])
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.filterwarnings("ignore:float16 is differentiated")
+def test_a_loss_stores_no_logits_and_is_as_exact_as_today(name, policy, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "_BLOCK", 12 * 16)  # Blocks that overlap.
+    loss, args = LOSSES[name], arguments()
+    (row,) = rows(loss, *args)
+    assert row.op == "fused_cross_entropy", row.why
+    value_and_grad = lambda choice: jax.value_and_grad(autocast(loss, choice, policy))
+    program = jax.make_jaxpr(value_and_grad("fused"))(*args)
+    sizes = {v.aval.shape for e in measures.equations(program) for v in e.eqn.outvars}
+    assert not [shape for shape in sizes if shape[-1:] == (V,) and len(shape) > 1 and np.prod(shape) > D * V]
+    exact = evaluate(jax.make_jaxpr(jax.value_and_grad(model(loss)))(*args), jax.tree.leaves(args), float64)
+    today, fused = (relative(jax.jit(value_and_grad(c))(*args), exact) for c in ("unfused", "fused"))
+    half = float(jnp.finfo(policy.removeprefix("mixed_")).eps)
+    assert (fused <= 1.1 * today + half / 4).all(), (fused, today)
+
+
+def returned(params, x, y):
+    logits = logits_of(params, x)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean() + logits[0, 0, 0]
+
+
+def squared(params, x, y):
+    logits = logits_of(params, x)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean() + jnp.mean(logits**2)
+
+
+def margin(params, x, y):
+    logits = logits_of(params, x)
+    z = logits - jnp.max(logits, -1, keepdims=True)
+    return jnp.mean(jnp.log(jnp.sum(jnp.exp(z), -1)) - jnp.max(logits, -1))
+
+
+REFUSED = {returned: "read by", squared: "read by", margin: "its largest logit has a gradient"}
+
+
+@pytest.mark.parametrize("loss", REFUSED)
+def test_a_loss_whose_logits_are_read_stays_as_it_is(loss):
+    args = arguments()
+    (row,) = rows(loss, *args)
+    assert row.op == "cross_entropy"
+    assert REFUSED[loss] in row.why
+    programs = [str(jax.make_jaxpr(jax.grad(autocast(loss, c)))(*args)) for c in ("unfused", "fused")]
+    assert programs[0] == programs[1]
+
+
+def test_labels_that_no_vocabulary_has_are_nan_where_they_are_as_written():
+    params, x, y = arguments()
+    y = y.at[0, 0].set(V + 3)
+    fused = jax.jit(autocast(log_softmax, "fused"))(params, x, y)
+    assert np.isnan(fused)
+    assert np.isnan(jax.jit(autocast(log_softmax, "unfused"))(params, x, y))
+
+
+def test_second_derivatives_and_forward_mode():
+    args, loss = arguments(), z_loss
+    direction = jax.tree.map(jnp.ones_like, args[0])
+    hvp = lambda fun: jax.jit(lambda p: jax.jvp(jax.grad(lambda p: fun(p, *args[1:])), (p,), (direction,))[1])(args[0])
+    exact = hvp(model(loss))
+    today, fused = (relative(hvp(autocast(loss, c)), exact) for c in ("unfused", "fused"))
+    assert (fused <= 1.5 * today + 0.004).all()
+
+
+def test_off_by_default():
+    assert Rules().cross_entropy == "unfused"
+    with pytest.raises(ValueError, match="cross_entropy='on'"):
+        Rules(cross_entropy="on")
