@@ -230,6 +230,7 @@ def open_model(config: RunConfig, kind: type[Task]) -> tuple[Task, Variables]:
         if settings.get("script") != config.script:
             raise UsageError(f"--weights {str(config.weights)!r} is a model of examples.{settings.get('script')}.")
     given = {name for name in config.given if getattr(config, name) is not None}
+    _check_code(settings, given, config.weights or folder.path)
     replaced = {*_MAY_DIFFER, *given, *(kind.alternatives if given.intersection(kind.alternatives) else ())}
     kept = {name: value for name, value in settings.items() if name not in replaced}
     try:
@@ -244,6 +245,15 @@ def open_model(config: RunConfig, kind: type[Task]) -> tuple[Task, Variables]:
     wanted = jax.eval_shape(float32.cast_to_param, like.params)
     read = file_variables(config.weights, Variables(wanted, like.stats), "--weights")
     return task, task.parallel.replicate(read)
+
+
+def _check_code(settings: Any, given: set[str], source: Path) -> None:
+    """Raises `UsageError` if settings from a file name code to import that the command line does not name."""
+    model = settings.get("model") if isinstance(settings, dict) else None
+    if isinstance(model, str) and ":" in model and "model" not in given:
+        raise UsageError(
+            f"{str(source)!r} names the model {model!r}, which is code: if you trust it, give --model {model} to import it."
+        )
 
 
 def cast_to_policy(task: Task, variables: Variables) -> Variables:

@@ -135,7 +135,7 @@ def test_full_disk_and_interruption_end_in_one_line(tmp_path, monkeypatch, capsy
     assert "stopped by Ctrl-C" in capsys.readouterr().out
 
 
-def test_weights_file_is_checked_before_it_is_read(trained, tmp_path, capsys):
+def test_weights_file_is_checked_before_it_is_read(trained, tmp_path, capsys, monkeypatch):
     settings = json.loads((trained / "config.json").read_text())
     description = json.loads((trained / "data.json").read_text())
     file = tmp_path / "weights.safetensors"
@@ -147,6 +147,11 @@ def test_weights_file_is_checked_before_it_is_read(trained, tmp_path, capsys):
         return error_of(flags, capsys)
 
     assert "--model 'resnet9000'" in written(settings={"model": "resnet9000"})
+    (tmp_path / "planted.py").write_text("import pathlib; pathlib.Path('ran').touch(); Net = None")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert "if you trust it, give --model planted:Net" in written(settings={"model": "planted:Net"})
+    assert not (tmp_path / "ran").exists()  # A file's word is not imported.
     assert "description of its images is damaged" in written(image_shape=[10**6, 10**6, 3])
     assert "lacks 'params/" in written()
     assert "of examples.speech" in written(settings={"script": "speech"})
