@@ -98,6 +98,11 @@ def policy_gradient(params, x, y):
     return jnp.mean(jnp.exp(log_p - jax.lax.stop_gradient(log_p) + 0.1) * jnp.sin(y))
 
 
+def indexed(params, x, y):
+    log_p = jax.nn.log_softmax(logits_of(params, x).reshape(-1, V))
+    return -jnp.mean(log_p[jnp.arange(B * T), y.reshape(-1)])
+
+
 def jitted(params, x, y):
     return jax.jit(integer_labels)(params, x, y)
 
@@ -124,7 +129,7 @@ LOSSES = {
     f.__name__: f
     for f in (
         log_softmax, integer_labels, one_hot, smoothed, logsumexp, z_loss, compared, tied, biased_and_cold, capped,
-        shifted_and_ignored, flat, with_accuracy, policy_gradient, jitted, checkpointed, scanned, mapped, outside,
+        shifted_and_ignored, flat, indexed, with_accuracy, policy_gradient, jitted, checkpointed, scanned, mapped, outside,
     )
 }  # fmt: skip
 

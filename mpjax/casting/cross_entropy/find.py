@@ -62,7 +62,7 @@ class Found(NamedTuple):
         bias: The bias before it was broadcast; None without one.
         inside: The equations that the statistics replace.
         reads: The reductions, each with a function from statistics and row values to its result, and its row values.
-        labels: The arrays of labels.
+        labels: The arrays of labels, each with whether a label outside of the vocabulary is the nearest one in it.
         shape: The shape of the logits without the vocabulary.
     """
 
@@ -72,7 +72,7 @@ class Found(NamedTuple):
     bias: Any
     inside: frozenset[int]
     reads: tuple[tuple[Any, Callable[..., Any], tuple[Any, ...]], ...]
-    labels: tuple[Any, ...]
+    labels: tuple[tuple[Any, bool], ...]
     shape: tuple[int, ...]
 
 
@@ -88,7 +88,7 @@ class _Search:
         self.bias: Any = None
         self.inside: list[Any] = [matmul]
         self.reads: list[tuple[Any, Callable[..., Any], tuple[Any, ...]]] = []
-        self.labels: list[Any] = []
+        self.labels: list[tuple[Any, bool]] = []
         self.known: dict[Any, Any] = {}
         self.is_loss = False  # Whether the largest of each row is read, as a softmax does.
 
@@ -221,8 +221,8 @@ class _Search:
             case "argmax", [Logits(shift)] if eqn.params["axes"] == (len(self.shape),):
                 dtype = eqn.params["index_dtype"]
                 return self._note(eqn, lambda found, *rows: found[3].astype(dtype), ())
-            case "gather", [Logits(shift), None] if self._selects(eqn):
-                return self._note_gather(eqn, shift)
+            case "gather", [Logits(shift), None] if (label := self._gathered(eqn)) is not None:
+                return self._note_gather(eqn, label, shift)
         scopes = "the program contains its gradient already" if "transpose(" in str(eqn.source_info.name_stack) else ""
         raise Refused(scopes or f"its logits are read by {name} ({source_line(eqn)})")
 
@@ -303,16 +303,31 @@ class _Search:
     def _over_vocabulary(self, eqn: Any) -> bool:
         return bool(eqn.params["axes"] == (len(self.shape),))
 
-    def _selects(self, eqn: Any) -> bool:
-        """Whether a gather takes one element of each row, from the vocabulary."""
-        operand, params = eqn.invars[0].aval.shape, eqn.params
+    def _gathered(self, eqn: Any) -> Any:
+        """The labels of a gather that takes one element of each row; None if it takes others."""
+        operand, indices, params = eqn.invars[0].aval.shape, eqn.invars[1], eqn.params
         numbers, last = params["dimension_numbers"], len(self.shape)
-        batched = [d for d in range(last) if d in numbers.operand_batching_dims or operand[d] == 1]
-        one_each = (
-            numbers.start_index_map == (last,) and batched == list(range(last)) and eqn.invars[1].aval.dtype == np.int32
-        )
-        sizes = {math.prod(self.shape), eqn.invars[1].aval.size, eqn.outvars[0].aval.size}
-        return one_each and set(params["slice_sizes"]) == {1} and len(sizes) == 1
+        sizes = {math.prod(self.shape), eqn.outvars[0].aval.size}
+        if set(params["slice_sizes"]) != {1} or len(sizes) != 1 or indices.aval.dtype != np.int32:
+            return None
+        if numbers.start_index_map == (last,) and indices.aval.size in sizes:  # `take_along_axis`
+            batched = [d for d in range(last) if d in numbers.operand_batching_dims or operand[d] == 1]
+            return indices if batched == list(range(last)) else None
+        pair = self.flow.maker(indices) if numbers.start_index_map == (0, 1) == tuple(range(last + 1)) else None
+        if pair is None or pair.primitive.name != "concatenate" or len(pair.invars) != 2:
+            return None
+        rows, label = pair.invars  # `logits[jnp.arange(rows), labels]`
+        return label if self._is_arange(rows) and label.aval.size in sizes else None
+
+    def _is_arange(self, v: Any) -> bool:
+        """Whether an index counts the rows, or does so once negative ones are counted from the end."""
+        eqn = self.flow.maker(v)
+        if eqn is None or eqn.primitive.name == "iota":
+            return eqn is not None and eqn.params["dimension"] == 0
+        name = eqn.primitive.name
+        if name == "select_n":
+            return self._is_arange(eqn.invars[1])
+        return name in ("broadcast_in_dim", "reshape", "convert_element_type") and self._is_arange(eqn.invars[0])
 
     def _is_stopped(self, v: Any) -> bool:
         """Whether a value of a row has no derivative."""
@@ -329,10 +344,10 @@ class _Search:
         row = primitive(eqn.primitive.name)
         return (row.pointwise or row.whole) and eqn.outvars[0].aval.size == math.prod(self.shape)
 
-    def _label(self, v: Any) -> int:
-        if v not in self.labels:
-            self.labels.append(v)
-        return self.labels.index(v)
+    def _label(self, v: Any, clipped: bool = False) -> int:
+        if (v, clipped) not in self.labels:
+            self.labels.append((v, clipped))
+        return self.labels.index((v, clipped))
 
     def _note(self, eqn: Any, result: Callable[..., Any], shift: Sequence[tuple[float, Any]]) -> None:
         self.reads.append((eqn, result, tuple(row for _, row in shift)))
@@ -351,20 +366,17 @@ class _Search:
 
         self.reads.append((eqn, result, (*(row for _, row in shift), *(y for y, _ in labels.factors))))
 
-    def _note_gather(self, eqn: Any, shift: Any) -> None:
-        indices, size, mode = eqn.invars[1], self.size, eqn.params["mode"]
-        i, fill, count = self._label(indices), eqn.params["fill_value"], len(shift)
+    def _note_gather(self, eqn: Any, label: Any, shift: Any) -> None:
+        size, mode, fill, count = self.size, eqn.params["mode"], eqn.params["fill_value"], len(shift)
+        i = self._label(label, mode != lax.GatherScatterMode.FILL_OR_DROP)
 
         def result(found: Any, *rows: Any) -> Any:
             out = found[4 + i] + _total(shift, rows[:count])
             inside = (rows[count] >= 0) & (rows[count] < size)
-            if mode != lax.GatherScatterMode.PROMISE_IN_BOUNDS:
-                out = jnp.where(inside, out, np.float32(np.nan if fill is None else fill))
-            return out
+            clipped = mode != lax.GatherScatterMode.FILL_OR_DROP
+            return out if clipped else jnp.where(inside, out, np.float32(np.nan if fill is None else fill))
 
-        if mode == lax.GatherScatterMode.CLIP:
-            raise Refused("its labels are clipped to the vocabulary")
-        self.reads.append((eqn, result, (*(row for _, row in shift), indices)))
+        self.reads.append((eqn, result, (*(row for _, row in shift), label)))
 
 
 def _times(labels: Labels, number: float) -> Labels:

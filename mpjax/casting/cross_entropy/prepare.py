@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -54,8 +55,15 @@ def _written(eqns: Sequence[Any], found: Found) -> list[Any]:
     plain = i == x.aval.ndim - 1 and not found.moves
     x = x if plain else _spliced(rows, [x], new, found.matmul)
     bias = [] if found.bias is None else [_spliced(jnp.ravel, [found.bias], new, found.matmul)]
-    labels = [_spliced(lambda y: y.reshape(found.shape).astype(np.int32), [y], new, found.matmul) for y in found.labels]
     vocabulary = found.matmul.outvars[0].aval.shape[-1]
+
+    def label(y: Any, clipped: bool) -> Any:
+        y = y.reshape(found.shape).astype(np.int32)
+        return jnp.clip(y, 0, vocabulary - 1) if clipped else y
+
+    labels = [
+        _spliced(functools.partial(label, clipped=clipped), [y], new, found.matmul) for y, clipped in found.labels
+    ]
     options = HeadOptions(Head(found.steps, len(labels)), (x.aval.ndim - 1, j), found.shape, vocabulary)
     types = compat.open_jaxpr(jax.make_jaxpr(lambda *rows: rows)(*options.results))
     outs = [compat.new_variable(v) for v in types.jaxpr.invars]
