@@ -252,7 +252,7 @@ def _check_code(settings: Any, given: set[str], source: Path) -> None:
     model = settings.get("model") if isinstance(settings, dict) else None
     if isinstance(model, str) and ":" in model and "model" not in given:
         raise UsageError(
-            f"{str(source)!r} names the model {model!r}, which is code to import: if you trust it, give --model {model}."
+            f"{str(source)!r} names the model {model!r}, which is code: if you trust it, give --model {model}."
         )
 
 

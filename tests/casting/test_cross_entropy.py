@@ -129,7 +129,8 @@ LOSSES = {
     f.__name__: f
     for f in (
         log_softmax, integer_labels, one_hot, smoothed, logsumexp, z_loss, compared, tied, biased_and_cold, capped,
-        shifted_and_ignored, flat, indexed, with_accuracy, policy_gradient, jitted, checkpointed, scanned, mapped, outside,
+        shifted_and_ignored, flat, indexed, with_accuracy, policy_gradient, jitted, checkpointed, scanned, mapped,
+        outside,
     )
 }  # fmt: skip
 
