@@ -114,15 +114,15 @@ def _renamed(atoms: Sequence[Any], names: Mapping[Any, Any]) -> list[Any]:
 
 def _in_order(eqns: Sequence[Any]) -> list[Any]:
     """Equations in an order in which each value is made before it is read."""
-    made_by = {v: eqn for eqn in eqns for v in eqn.outvars}
+    flow = Dataflow(eqns)
     done: set[int] = set()
     order: list[Any] = []
     for eqn in eqns:
         waiting = [eqn]
         while waiting:
             top = waiting[-1]
-            makers = [made_by[v] for v in variables(top.invars) if v in made_by]
-            needed = [maker for maker in makers if id(maker) not in done]
+            makers = map(flow.maker, variables(top.invars))
+            needed = [maker for maker in makers if maker is not None and id(maker) not in done]
             if needed and id(top) not in done:
                 waiting += needed
                 continue
