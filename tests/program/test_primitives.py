@@ -49,7 +49,7 @@ def test_unknown_primitive_is_opaque_and_named():
 
 
 # Words of other vocabularies: options, statistics, parameters.
-WORDS = {"call", "copy", "max", "unfused", "unscaled"}
+WORDS = {"attention", "cross_entropy", "call", "copy", "max", "unfused", "unscaled"}
 
 
 def names_in(tree):

@@ -19,6 +19,8 @@ from mpjax.casting.attention.flat import Inlined
 from mpjax.program import compat
 from mpjax.program.primitives import primitive
 
+# By name: what an operation does to positions is its own.
+
 # A value that no rule here covers is evaluated as a whole if it is small.
 _SMALL = 2**16
 _BLOCK = 2**20

@@ -21,6 +21,8 @@ from mpjax.program.dataflow import Dataflow
 from mpjax.program.primitives import primitive
 from mpjax.program.source import source_line
 
+# By name: a loss is found by what is done to its logits.
+
 
 class Refused(Exception):
     """Something reads the logits themselves."""

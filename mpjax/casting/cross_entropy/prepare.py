@@ -22,6 +22,8 @@ from mpjax.program.dataflow import Dataflow, live_equations, variables
 from mpjax.program.primitives import Op
 from mpjax.program.source import reason
 
+# By name: moves of rows have parameters of their own.
+
 
 def without_logits(original: Any, setting: Setting) -> tuple[Any, tuple[tuple[Any, str], ...]]:
     """An open jaxpr without the logits of its losses, and the losses that stay, each with the reason."""
