@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from mpjax.casting.attention.kernel import ATTENTION
-from mpjax.casting.attention.prepare import constants, prepared
+from mpjax.casting.attention.prepare import constants, prepared, remember
 from mpjax.casting.classify import EXACT, OPAQUE, UNTIL_TOLERANCE, Listing
+from mpjax.casting.constants import constant, fits, folded
 from mpjax.casting.lattice import (
     FULL,
     HALF,
@@ -26,7 +27,6 @@ from mpjax.casting.lattice import (
     Level,
     Storage,
     at_boundary,
-    constant,
     exact_in_half,
     literal_level,
     made_from,
@@ -59,7 +59,9 @@ def plan_jaxpr(jaxpr: Any, ins: tuple[Inferred | None, ...], wanted: tuple[Use, 
         wanted: The uses of its outputs.
         setting: Half dtype, rules, region.
     """
-    jaxpr = compat.open_jaxpr(jaxpr).jaxpr
+    jaxpr, consts = compat.open_jaxpr(jaxpr)
+    if consts:
+        remember(jaxpr, consts)
     known = _cache.setdefault(jaxpr, {})
     key = (ins, wanted, setting)
     if key not in known:
@@ -93,9 +95,9 @@ class Inference:
         self.jaxpr, self.wanted, self.setting = jaxpr, wanted, setting
         self.uses, self.listings, _ = uses(jaxpr, wanted, setting)
         self.ins = tuple(ins)
-        known = constants(jaxpr)
+        self.known = dict(constants(jaxpr))
         self.values: dict[Any, Inferred] = {
-            v: constant(known.get(v), setting.half) for v in jaxpr.constvars if tracked(v)
+            v: constant(self.known.get(v), setting.half) for v in jaxpr.constvars if tracked(v)
         }
         self.values.update((v, x) for v, x in zip(jaxpr.invars, ins, strict=True) if x is not None)
         self.reads: dict[Any, int] = {}
@@ -214,6 +216,12 @@ class Inference:
             # Issued as traced, its unused outputs would be differentiated too.
             self.unchanged &= self.setting.in_rule or not closes_over_tracers(self.jaxpr, eqn)
             return Step(eqn, Action.SKIP, (), (), "nothing reads it", listing)
+        results = folded(eqn, self.known)
+        self.known.update((v, x) for v, x in zip(eqn.outvars, results, strict=True) if x is not None)
+        if not all(x is None or fits(x, self.setting.half) for x in results):
+            step = self.in_float32(eqn, listing, Level.FLOAT, self.out_of_range)
+            step.outs = tuple(x and x._replace(large=True) for x in step.outs)
+            return step
         if listing.op is Op.ENTER:
             step = self.setting.higher_order[eqn.primitive.name].infer(self, eqn, listing)
             self.unchanged &= step.action is Action.BIND
@@ -237,6 +245,11 @@ class Inference:
     def is_large(self, v: Any) -> bool:
         """Whether an operand holds a constant's numbers that half can't represent."""
         return tracked(v) and not isinstance(v, compat.Literal) and self.values[v].large
+
+    @property
+    def out_of_range(self) -> str:
+        """Why such numbers stay float32."""
+        return f"{EXACT} a constant is outside the range of {self.setting.half}"
 
     def _keeps_large(self, eqn: Any) -> bool:
         """Whether the results of an equation have such elements."""
@@ -381,8 +394,7 @@ def _allow(inference: Inference, eqn: Any, listing: Listing) -> Step:
     if mixed or not any(map(tracked, eqn.invars)):
         return inference.in_float32(eqn, listing, Level.FLOAT, "its operands have other dtypes")
     if any(map(inference.is_large, eqn.invars)):
-        why = f"{EXACT} a constant is outside the range of {inference.setting.half}"
-        return inference.in_float32(eqn, listing, Level.FLOAT, why)
+        return inference.in_float32(eqn, listing, Level.FLOAT, inference.out_of_range)
     chosen = listing.entry is not None or listing.region in IN_HALF or inference.setting.rules.level == "half"
     if not chosen and all(map(inference.is_integer, eqn.invars)):
         return inference.in_float32(eqn, listing, Level.COMPUTED, f"{EXACT} its operands are integers")
