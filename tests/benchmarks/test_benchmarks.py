@@ -230,7 +230,6 @@ IGNORED = """
 casting --no-compile --compilations 3
 compiled --compilations 5
 compiled --passes --out folder
-fuzz --training --dtype float16
 communication --devices 2 --h200
 communication --devices 2 --tpu 8x8
 communication --tpu 8x8 --h200

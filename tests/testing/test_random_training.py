@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import mpjax
-from benchmarks.mutations import MUTATIONS
+from testing.mutations import MUTATIONS
 from testing.random_training import Case, Failure, Rejected, check, numbered_case, shrink
 from testing.random_training.models import Model
 from testing.random_training.properties import _close

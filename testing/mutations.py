@@ -1,4 +1,4 @@
-"""Planted wrong implementations of loss scaling and modules: `python -m benchmarks.mutations`.
+"""Planted wrong implementations of loss scaling and modules: `python -m testing.mutations`.
 
 Each is run on the numbered training programs of the tests that name what it breaks, until one of them fails. A wrong
 implementation that none of them catches is a gap in what they draw, and the exit status is 1.

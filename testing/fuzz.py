@@ -1,7 +1,7 @@
 """Random programs under autocast, or random training programs: the properties that fail, with the smallest program.
 
-    python -m benchmarks.fuzz --examples 20000
-    python -m benchmarks.fuzz --training --examples 20000
+    python -m testing.fuzz --examples 20000
+    python -m testing.fuzz --training --examples 20000
 
 An example's number alone determines it. Examples run in batches, and a report for each dtype is written after each
 batch, so an interrupted run continues where it stopped. A failure of a new kind is shrunk at once. Further failures of
