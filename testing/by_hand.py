@@ -34,8 +34,8 @@ def ratio(plain: Any, found: Any, args: Sequence[Any], half: Any) -> float | Non
         half: The dtype of the casts.
 
     Returns:
-        The ratio; infinity if only the program under test is not finite. None if casts by hand have no meaningful error:
-        float32 or they are not finite, all results are zero, or a quarter of the result is lost.
+        The ratio; infinity if only the program under test is not finite. None if casts by hand have no meaningful
+        error: float32 or they are not finite, all results are zero, or a quarter of the result is lost.
 
     Raises:
         Unsupported: NumPy can't evaluate the program.

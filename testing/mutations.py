@@ -52,7 +52,7 @@ def _loss_ignored(tree: Any, *args: Any) -> jax.Array:
 
 
 def _advanced(state: Any, like: Any, right: Any = trees.cast_like) -> Any:
-    is_count = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.int32)  # noqa: E731
+    is_count = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.int32)
     return jax.tree.map(lambda x: x + 1 if is_count(x) else x, right(state, like))
 
 

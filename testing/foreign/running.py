@@ -1,4 +1,4 @@
-"""Runs JAX's and Flax's test files under autocast, and sorts out the tests that fail without it, or in `jax.jit`, too."""
+"""Runs JAX's and Flax's test files under autocast, and again without it, and in `jax.jit`, those that fail."""
 
 from __future__ import annotations
 
