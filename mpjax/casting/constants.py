@@ -34,9 +34,13 @@ def fits(x: Any, half: np.dtype) -> bool:
     return bool(np.linalg.norm(error) <= float(compat.finfo(half).eps) * np.linalg.norm(wide))
 
 
-def folded(eqn: Any, known: Mapping[Any, Any]) -> list[Any]:
-    """The results of an equation that reads only known constants, or nothing; None for those that are not known."""
-    return _results(eqn, [_number(v) if isinstance(v, compat.Literal) else known.get(v) for v in eqn.invars])
+def folded(eqn: Any, known: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The results, by variable, that NumPy has of an equation that reads only known constants, or nothing."""
+    for v in eqn.invars:
+        if not isinstance(v, compat.Literal) and v not in known:
+            return {}
+    operands = [_number(v) if isinstance(v, compat.Literal) else known[v] for v in eqn.invars]
+    return {v: x for v, x in zip(eqn.outvars, _results(eqn, operands), strict=True) if x is not None}
 
 
 def _number(literal: Any, eqn: Any = None) -> Any:

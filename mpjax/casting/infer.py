@@ -217,8 +217,8 @@ class Inference:
             self.unchanged &= self.setting.in_rule or not closes_over_tracers(self.jaxpr, eqn)
             return Step(eqn, Action.SKIP, (), (), "nothing reads it", listing)
         results = folded(eqn, self.known)
-        self.known.update((v, x) for v, x in zip(eqn.outvars, results, strict=True) if x is not None)
-        if not all(x is None or fits(x, self.setting.half) for x in results):
+        self.known |= results
+        if not all(fits(x, self.setting.half) for x in results.values()):
             step = self.in_float32(eqn, listing, Level.FLOAT, self.out_of_range)
             step.outs = tuple(x and x._replace(large=True) for x in step.outs)
             return step
