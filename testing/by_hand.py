@@ -22,7 +22,7 @@ def differ(plain: Any, other: Any, args: Sequence[Any]) -> bool:
     return not all(map(np.array_equal, evaluate(plain, args), evaluate(other, args)))
 
 
-def ratio(plain: Any, found: Any, args: Sequence[Any], half: Any) -> float | None:
+def ratio(plain: Any, found: Any, args: Sequence[Any], half: Any, draws: int = DRAWS) -> float | None:
     """The relative error of a program's results, divided by that of careful casts by hand.
 
     An error that float32 itself makes counts as resolved: the divisor is at least the error of the float32 program.
@@ -32,6 +32,7 @@ def ratio(plain: Any, found: Any, args: Sequence[Any], half: Any) -> float | Non
         found: The closed jaxpr of the program under test, with the same arguments and results.
         args: The arguments.
         half: The dtype of the casts.
+        draws: How often casts by hand round; the largest of their errors counts.
 
     Returns:
         The ratio; infinity if only the program under test is not finite. None if casts by hand have no meaningful
@@ -49,7 +50,7 @@ def ratio(plain: Any, found: Any, args: Sequence[Any], half: Any) -> float | Non
     def error(outs: Sequence[Any]) -> float:
         return norm([out - right for out, right in zip(outs, exact, strict=True)])
 
-    stores = [as_typed, *(rounded(half, np.random.default_rng(seed)) for seed in range(1, DRAWS))]
+    stores = [as_typed, *(rounded(half, np.random.default_rng(seed)) for seed in range(1, draws))]
     by_hand = max(error(evaluate(plain, args, as_typed, casts=casts_by_hand(half, store))) for store in stores)
     size, in_float32 = norm(exact), error(evaluate(plain, args, as_typed))
     resolution = max(in_float32, float(np.finfo(np.float32).eps) * size)

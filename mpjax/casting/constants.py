@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mpjax.casting.classify import EXACT
 from mpjax.casting.lattice import FULL, PARAMETER, Inferred, Level
 from mpjax.program import compat
 from mpjax.program.evaluator import evaluate
@@ -21,6 +22,11 @@ _MOST = 2**16
 def constant(x: Any, half: np.dtype) -> Inferred:
     """A constant of the program: castable, if it fits half or is not known (None)."""
     return PARAMETER if x is None or fits(x, half) else Inferred(Level.FLOAT, FULL, large=True)
+
+
+def out_of_range(half: np.dtype) -> str:
+    """The reason for float32 of what reads a constant that does not fit."""
+    return f"{EXACT} a constant is outside the range of {half}"
 
 
 def fits(x: Any, half: np.dtype) -> bool:

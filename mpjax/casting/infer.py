@@ -17,7 +17,7 @@ import numpy as np
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.attention.prepare import constants, prepared, remember
 from mpjax.casting.classify import EXACT, OPAQUE, UNTIL_TOLERANCE, Listing
-from mpjax.casting.constants import constant, fits, folded
+from mpjax.casting.constants import constant, fits, folded, out_of_range
 from mpjax.casting.lattice import (
     FULL,
     HALF,
@@ -219,7 +219,7 @@ class Inference:
         results = folded(eqn, self.known)
         self.known |= results
         if not all(fits(x, self.setting.half) for x in results.values()):
-            step = self.in_float32(eqn, listing, Level.FLOAT, self.out_of_range)
+            step = self.in_float32(eqn, listing, Level.FLOAT, out_of_range(self.setting.half))
             step.outs = tuple(x and x._replace(large=True) for x in step.outs)
             return step
         if listing.op is Op.ENTER:
@@ -245,11 +245,6 @@ class Inference:
     def is_large(self, v: Any) -> bool:
         """Whether an operand holds a constant's numbers that half can't represent."""
         return tracked(v) and not isinstance(v, compat.Literal) and self.values[v].large
-
-    @property
-    def out_of_range(self) -> str:
-        """Why such numbers stay float32."""
-        return f"{EXACT} a constant is outside the range of {self.setting.half}"
 
     def _keeps_large(self, eqn: Any) -> bool:
         """Whether the results of an equation have such elements."""
@@ -394,7 +389,7 @@ def _allow(inference: Inference, eqn: Any, listing: Listing) -> Step:
     if mixed or not any(map(tracked, eqn.invars)):
         return inference.in_float32(eqn, listing, Level.FLOAT, "its operands have other dtypes")
     if any(map(inference.is_large, eqn.invars)):
-        return inference.in_float32(eqn, listing, Level.FLOAT, inference.out_of_range)
+        return inference.in_float32(eqn, listing, Level.FLOAT, out_of_range(inference.setting.half))
     chosen = listing.entry is not None or listing.region in IN_HALF or inference.setting.rules.level == "half"
     if not chosen and all(map(inference.is_integer, eqn.invars)):
         return inference.in_float32(eqn, listing, Level.COMPUTED, f"{EXACT} its operands are integers")
