@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks import planted
+from benchmarks.planted import table
+from testing import planted
 
 
 @pytest.mark.parametrize(
@@ -42,4 +43,4 @@ def test_another_answer_and_a_crash_are_cells():
 
     cells = {"audit": planted.outcome(otherwise), "search": planted.outcome(crash)}
     assert cells == {"audit": "answers otherwise: names the head", "search": "fails: KeyError: 'scan'"}
-    assert planted.table({"a case": cells}).startswith("0 of 2 answers as planted, 1 programs.")
+    assert table({"a case": cells}).startswith("0 of 2 answers as planted, 1 programs.")
