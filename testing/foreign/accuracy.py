@@ -27,10 +27,10 @@ def compare(plain: Any, cast: Any, args: Any, kwargs: Any, half: str) -> dict[st
     for name, of in (("values", _values), ("gradient", _gradient)):
         try:
             arrays = _arrays(args, kwargs)
-            traced = [jax.make_jaxpr(of(fun, args, kwargs))(arrays) for fun in (plain, cast, plain)]
-            if not traced[0].jaxpr.outvars or by_hand.differ(traced[0], traced[2], arrays):
+            first, rewritten, again = (jax.make_jaxpr(of(fun, args, kwargs))(arrays) for fun in (plain, cast, plain))
+            if not first.out_avals or by_hand.differ(first, again, arrays):
                 continue  # Linen counts the random numbers that a trace draws, for one.
-            found[name] = by_hand.ratio(*traced[:2], arrays, half)
+            found[name] = by_hand.ratio(first, rewritten, arrays, half)
         except Exception as error:  # a limitation of JAX, NumPy or autocast; the other modes judge it
             found[f"{name} not compared"] = f"{type(error).__name__}: {str(error)[:200]}"
     return found

@@ -78,11 +78,12 @@ class GNMT(nn.Module):
         return nn.Dense(SYMBOLS)(jnp.concatenate([x, context], -1))
 
 
-def translator(name: str, pairs: Pairs, model: nn.Module, peak: float, steps: int, **of_data: str) -> Family:
+def translator(name: str, pairs: Pairs, model: nn.Module, peak: float, steps: int, data: str, metric: str) -> Family:
     """The family of a model that writes one sequence for another."""
     return Family(
         name=name,
-        **of_data,
+        data=data,
+        metric=metric,
         modules={MODEL: model},
         losses={MODEL: stateless(loss)},
         example=lambda batch: {MODEL: (batch["source"], batch["shifted"])},
