@@ -1,5 +1,7 @@
 """Tests of other authors under autocast: which fail, and how accurate what they compute is."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,3 +66,12 @@ def test_the_ratio_to_casts_by_hand(half):
     assert ratio(lambda x: program(x).astype(half).astype("float32") * 1.02) > 2
     assert ratio(lambda x: program(x) / 0) == np.inf
     assert ratio(program, 0 * x) is None
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif("FOREIGN_TESTS" not in os.environ, reason="FOREIGN_TESTS is no folder of JAX's and Flax's tests")
+@pytest.mark.parametrize("arguments", [[], ["--by-hand"], ["--by-hand", "--dtype", "bfloat16"]])
+def test_the_tests_of_jax_and_flax(tmp_path, arguments):
+    foreign.main(["--tests", os.environ["FOREIGN_TESTS"], "--out", str(tmp_path), *arguments])
+    (table,) = tmp_path.glob("*.md")
+    assert "\n- " not in table.read_text(), "a test fails, or is less accurate than casts by hand"

@@ -120,3 +120,12 @@ def test_a_dtype_of_training_programs_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         fuzz.main()
     assert "no effect" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_a_thousand_programs_have_all_properties(tmp_path):
+    reports = {dtype: fuzz.Report(tmp_path / dtype) for dtype in fuzz.DTYPES}
+    fuzz.run(reports, fuzz.Options(1000, first=10**6, compile_every=0))
+    for report in reports.values():
+        assert not report.data["failures"], str(report)
+        assert report.examples == 1000
