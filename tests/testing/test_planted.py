@@ -8,8 +8,8 @@ from testing import planted
 # One of each kind. The others run with `-m exhaustive`.
 QUICK = """
     healthy, plain; overflow, vmap; small gradients, Equinox; epsilon lost, Haiku; nan in a custom rule;
-    nan on a device; norm in half, Linen; norm in half, NNX; overflow before a mask; trap of a where; empty mask; outlier batch;
-    average in half; bad dimension
+    nan on a device; norm in half, Linen; norm in half, NNX; overflow before a mask; trap of a where;
+    empty mask; outlier batch; average in half; bad dimension
 """
 QUICK = [" ".join(name.split()) for name in QUICK.split(";")]
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in planted.cases()]
