@@ -168,6 +168,8 @@ def summary(results: dict[str, dict[str, Row]]) -> str:
 
 def _worst(errors: list[float]) -> str:
     # NaN (an overflow) is worse than any number, but `max` would ignore it.
+    if not errors:
+        return "-"
     return "not finite" if any(e != e for e in errors) else f"{max(errors):.2f}"
 
 
