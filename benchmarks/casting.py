@@ -1,7 +1,7 @@
 """How well each tool casts float32 programs to half precision: `python -m benchmarks.casting`.
 
-Each tool runs on every program of `testing/zoo`. Tracing gives all columns except the gradient error. A tool that
-fails on a program counts as failing, and the JSON records the error. Times are interleaved, and are ratios to the
+Each tool runs on every program of `testing/models/zoo`. Tracing gives all columns except the gradient error. A tool
+that fails on a program counts as failing, and the JSON records the error. Times are interleaved, and are ratios to the
 float32 program in the same process. Compilation excludes LLVM's optimisation, which takes most of the time and does not
 depend on the tool. A run merges its results into the file program by program, so the benchmark can run in parts.
 
@@ -38,8 +38,8 @@ from benchmarks import commands
 from perf.results import previous
 from perf.timing import interleaved, ratios
 from testing.measures import trace_time_ratio
+from testing.models.zoo import REGISTRY, Program, evaluated, harness
 from testing.random_programs.evaluate import Unsupported
-from testing.zoo import REGISTRY, Program, evaluated, harness
 
 Row = dict[str, Any]
 WITHOUT_REGIONS = mpjax.Rules(residuals="full")

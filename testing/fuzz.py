@@ -234,9 +234,8 @@ def main() -> None:
     parser.add_argument("--reports", type=pathlib.Path, default=REPORTS, help="folder of the JSON reports")
     parser.add_argument("--compile-every", type=int, default=50, help="compile and run one in this many examples")
     args = parser.parse_args()
-    if args.training:
-        if args.dtype:
-            parser.error(f"--dtype {args.dtype[0]} has no effect with --training; leave it out")
+    if args.training and args.dtype:
+        parser.error(f"--dtype {args.dtype[0]} has no effect with --training; leave it out")
     gc.set_threshold(50_000, 20, 20)  # tracing spends an eighth of its time on collections at the defaults
     names = ("training",) if args.training else args.dtype or DTYPES
     reports = {name: Report(args.reports / f"fuzz_{name}.json") for name in names}

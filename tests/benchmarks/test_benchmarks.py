@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import RESULTS, faults, gpu, headlines, loss_scaling, report, sharded_steps
-from benchmarks.models import WORKLOADS
 from benchmarks.training import traffic
 from benchmarks.training.cells import Cell, Results
 from benchmarks.training.configurations import CONFIGURATIONS, loss_function
@@ -24,6 +23,7 @@ from mpjax.inspection.profiling.hlo import HloModule
 from perf.environment import versions
 from testing import cheap_keys
 from testing.gpu_program import GPU_PROGRAM
+from testing.models.published import WORKLOADS
 from testing.random_programs.evaluate import arrays_in_numpy
 
 

@@ -21,7 +21,7 @@ def test_the_error_of_the_gradient_is_at_most_twice_that_of_casts_by_hand(name, 
     assert found <= 2.0
 
 
-# The value of a distribution over bins, as in a distributional critic or MuZero: constants of the program, or made in it.
+# The bins of a distribution, as in a distributional critic or MuZero: constants of the program, or made in it.
 BINS = {
     "held": lambda: np.linspace(0, 1e6, 16, dtype=np.float32),
     "tiny": lambda: np.linspace(0, 1e-9, 16, dtype=np.float32),
