@@ -29,7 +29,7 @@ import jax
 
 import mpjax
 from benchmarks import commands
-from testing.zoo import REGISTRY, harness
+from testing.models.zoo import REGISTRY, harness
 
 Row = dict[str, float]
 _OPS = {"matmuls": re.compile(r" (?:dot|convolution)\("), "converts": re.compile(r" convert\(")}

@@ -20,7 +20,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mpjax
 from benchmarks import commands
-from benchmarks.models import WORKLOADS, Workload
 from benchmarks.training.target import NO_PLUGIN, TARGETS
 from benchmarks.training.traffic import HALF, bytes_of, kernels
 from mpjax.inspection.auditing.communication import collectives
@@ -28,6 +27,7 @@ from mpjax.inspection.profiling import hlo
 from mpjax.inspection.profiling.hlo import HloModule
 from perf.memory import program_bytes
 from perf.results import previous
+from testing.models.published import WORKLOADS, Workload
 
 GPT = WORKLOADS["gpt2_medium"]
 MODELS = {

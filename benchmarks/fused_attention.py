@@ -19,13 +19,13 @@ from typing import Any
 import jax
 
 from benchmarks import commands
-from benchmarks.models import WORKLOADS, Workload
 from benchmarks.training import target
 from benchmarks.training.configurations import CONFIGURATIONS, training
 from benchmarks.training.traffic import bytes_moved
 from mpjax import Rules
 from mpjax.casting.rules import Attention
 from perf.results import previous
+from testing.models.published import WORKLOADS, Workload
 
 # The workload of each row and the shape of its largest scores: batch × heads, queries, keys.
 _GPT, _LONG = WORKLOADS["gpt2_medium"], WORKLOADS["gpt2_medium_4096"]

@@ -27,12 +27,12 @@ import optax
 
 import mpjax
 from benchmarks import commands
-from benchmarks.models import Workload
-from benchmarks.models.gpt import Gpt
-from benchmarks.models.resnet import ResNet50, TrainedResNet
 from examples.imagenet.networks import BasicBlock, ResNet
 from perf.results import previous
 from perf.timing import interleaved, ratios
+from testing.models.published import Workload
+from testing.models.published.gpt import Gpt
+from testing.models.published.resnet import ResNet50, TrainedResNet
 
 
 class ResNet18(ResNet50):

@@ -71,7 +71,7 @@ def forms(name: str) -> dict[str, Maker]:
     import optax
 
     import mpjax
-    from testing.zoo import REGISTRY
+    from testing.models.zoo import REGISTRY
 
     by_hand = None if name == PERCEPTRON else REGISTRY[name].handwritten(jax.numpy.float16)
     loss_fn, params, batch = perceptron() if name == PERCEPTRON else REGISTRY[name].make(jax.random.key(0))

@@ -27,6 +27,8 @@ TITLES = {
     "loss_scaling_sharded_cpu": "Loss scaling of a sharded step",
     "loss_scaling_system_malloc_cpu": "Loss scaling on a CPU with the system's malloc",
     "foreign_float16_cpu": "JAX's and Flax's own tests under autocast",
+    "foreign_float16_by_hand_cpu": "Accuracy of JAX's and Flax's own tests in float16",
+    "foreign_bfloat16_by_hand_cpu": "Accuracy of JAX's and Flax's own tests in bfloat16",
     "compiled_bfloat16_cpu": "The compiled program",
     "communication_float16_cpu": "What a sharded training step sends between devices",
     "lean_state_cpu": "Lean optimizer state: bytes, time and final losses",

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from testing import measures
-from testing.random_programs.evaluate import as_typed, casts_by_hand, evaluate
+from testing import by_hand
 
 # Keeps the gradients of a mean loss in float16's range, as in training; a power of two rounds nothing.
 LOSS_SCALE = 2.0**10
@@ -59,10 +58,10 @@ def error_of_by_hand(kind: Kind, cast: Callable[[Loss], Loss], half: Any) -> flo
     if "exact" in inspect.signature(kind.loss).parameters:
         careful = functools.partial(kind.loss, **{"exact": "highest"})
     plain = jax.make_jaxpr(gradient(careful))(kind.params, kind.batch)
-    exact = evaluate(plain, args)
-    by_hand = evaluate(plain, args, as_typed, casts=casts_by_hand(half))
-    found = evaluate(jax.make_jaxpr(gradient(cast(kind.loss)))(kind.params, kind.batch), args, as_typed)
-    return measures.relative_error(found, exact) / measures.relative_error(by_hand, exact)
+    found = jax.make_jaxpr(gradient(cast(kind.loss)))(kind.params, kind.batch)
+    ratio = by_hand.ratio(plain, found, args, half, draws=1)
+    assert ratio is not None, "casts by hand lose the gradient"
+    return ratio
 
 
 def dense(draw: Any, *sizes: int, scale: float = 1.0) -> list[Any]:

@@ -64,7 +64,11 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 20)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if "exhaustive" not in config.option.markexpr:
+        skipped = [item for item in items if "exhaustive" in item.keywords]
+        items[:] = [item for item in items if "exhaustive" not in item.keywords]
+        config.hook.pytest_deselected(items=skipped)
     if any(device.platform == "gpu" for device in jax.devices()):
         return
     for item in items:

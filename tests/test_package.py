@@ -133,7 +133,7 @@ def local_imports(path):
 MAY_IMPORT = {
     "mpjax": set(),
     "perf": {"mpjax"},
-    "testing": {"mpjax"},
+    "testing": {"mpjax", "examples"},  # one ResNet, that of the image script
     "examples": {"mpjax", "perf"},
     "benchmarks": {"mpjax", "perf", "testing", "examples"},
 }

@@ -1,6 +1,6 @@
 """Random training programs: a loss scale changes nothing in float32, and a skipped step changes nothing at all.
 
-`python -m benchmarks.fuzz --training` runs many more of them.
+`python -m testing.fuzz --training` runs many more of them.
 """
 
 import collections

@@ -17,9 +17,9 @@ from flax.training.dynamic_scale import DynamicScale
 
 import mpjax
 from benchmarks.loss_scaling_forms import forms
-from benchmarks.models import WORKLOADS
 from benchmarks.training.configurations import CONFIGURATIONS, training
 from testing import cheap_keys
+from testing.models.published import WORKLOADS
 from testing.random_programs.evaluate import arrays_in_numpy
 
 from .fault import Fault, Probe

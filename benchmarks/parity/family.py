@@ -56,7 +56,7 @@ class Family:
         test: The held-out data.
         predict: Maps models and the held-out data to the inputs of `score`; runs under the policy.
         score: Maps predictions and the held-out data to the metric; in NumPy, outside the policy.
-        optimizer: The optimizer of each model.
+        optimizer: The optimizer of each model, for a number of updates.
         steps: Number of steps of a training.
         prepare: Processes a step's batch before the update (rollouts, generated samples); runs under the policy.
         passes: Number of updates on each prepared batch.
@@ -73,17 +73,26 @@ class Family:
     test: Callable[[], Batch]
     predict: Callable[[Models, Batch], Any]
     score: Callable[[Any, Batch], float]
-    optimizer: optax.GradientTransformation
+    optimizer: Callable[[int], optax.GradientTransformation]
     steps: int
     prepare: Callable[[Models, Batch], Batch] | None = None
     passes: int = 1
 
 
-def adam(peak: float, steps: int, clip: float | None = None) -> optax.GradientTransformation:
+def adam(peak: float, clip: float | None = None) -> Callable[[int], optax.GradientTransformation]:
     """Adam with a short warm-up and a cosine decay to zero."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, max(steps // 20, 1), steps)
-    chain = [] if clip is None else [optax.clip_by_global_norm(clip)]
-    return optax.flatten(optax.chain(*chain, optax.adam(schedule)))
+
+    def optimizer(updates: int) -> optax.GradientTransformation:
+        schedule = optax.warmup_cosine_decay_schedule(0.0, peak, max(updates // 20, 1), updates)
+        chain = [] if clip is None else [optax.clip_by_global_norm(clip)]
+        return optax.flatten(optax.chain(*chain, optax.adam(schedule)))
+
+    return optimizer
+
+
+def stateless(loss: Callable[[Models, Batch], jax.Array]) -> Loss:
+    """The loss of models without batch statistics."""
+    return lambda models, batch: (loss(models, batch), {})
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -155,6 +155,6 @@ def detector(name: str, model: nn.Module, loss: Loss, scores: Callable[[jax.Arra
         test=held_out,
         predict=predict,
         score=average_precision,
-        optimizer=adam(peak, 250, clip=5.0),
+        optimizer=adam(peak, clip=5.0),
         steps=250,
     )

@@ -67,7 +67,8 @@ class Training:
             for name, module in family.modules.items()
         }
         self.applies = {name: module.apply for name, module in self.modules.items()}
-        inner = mpjax.master_weights(family.optimizer, self.policy) if policy == "O2" else family.optimizer
+        optimizer = family.optimizer(family.steps * family.passes)
+        inner = mpjax.master_weights(optimizer, self.policy) if policy == "O2" else optimizer
         self.tx: Any = (
             mpjax.static_loss_scale(inner, 1.0) if policy == "static 1" else mpjax.loss_scale_for(inner, self.policy)
         )

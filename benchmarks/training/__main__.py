@@ -23,8 +23,8 @@ import jax
 
 from benchmarks import CACHE, RESULTS, commands
 from benchmarks.gpu import INCOMPLETE
-from benchmarks.models import WORKLOADS
 from perf.environment import versions
+from testing.models.published import WORKLOADS
 
 from .cells import Cell, Results
 from .configurations import CONFIGURATIONS, PLANNED

@@ -7,7 +7,7 @@ import json
 import pathlib
 from typing import Any
 
-from benchmarks.models import WORKLOADS, Workload
+from testing.models.published import WORKLOADS, Workload
 
 from .configurations import CONFIGURATIONS, PLANNED, Configuration
 from .variants import VARIANTS, Variant

@@ -13,7 +13,7 @@ import optax
 from flax.training.dynamic_scale import DynamicScale
 
 import mpjax
-from benchmarks.models import Batch, Workload
+from testing.models.published import Batch, Workload
 
 Carry = dict[str, Any]
 Step = Callable[[Carry, Batch], tuple[Carry, jax.Array]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from benchmarks.models import Workload
 from testing.measures import matmuls
+from testing.models.published import Workload
 
 from .configurations import CONFIGURATIONS, training
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.models import Workload
+from testing.models.published import Workload
 
 from .configurations import Configuration
 

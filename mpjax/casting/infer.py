@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from mpjax.casting.attention.kernel import ATTENTION
-from mpjax.casting.attention.prepare import constants
+from mpjax.casting.attention.prepare import constants, remember
 from mpjax.casting.classify import Listing
+from mpjax.casting.constants import constant, fits, folded, out_of_range
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
 from mpjax.casting.inference_rules import BY_LIST
 from mpjax.casting.lattice import (
@@ -28,7 +29,6 @@ from mpjax.casting.lattice import (
     Storage,
     at_boundary,
     castable,
-    constant,
     literal_level,
     made_from,
     softened,
@@ -61,7 +61,9 @@ def plan_jaxpr(jaxpr: Any, ins: tuple[Inferred | None, ...], wanted: tuple[Use, 
         wanted: The uses of its outputs.
         setting: Half dtype, rules, region.
     """
-    jaxpr = compat.open_jaxpr(jaxpr).jaxpr
+    jaxpr, consts = compat.open_jaxpr(jaxpr)
+    if consts:
+        remember(jaxpr, consts)
     known = _cache.setdefault(jaxpr, {})
     key = (ins, wanted, setting)
     if key not in known:
@@ -95,9 +97,9 @@ class Inference:
         self.jaxpr, self.wanted, self.setting = jaxpr, wanted, setting
         self.uses, self.listings, _ = uses(jaxpr, wanted, setting)
         self.ins = tuple(ins)
-        known = constants(jaxpr)
+        self.known = dict(constants(jaxpr))
         self.values: dict[Any, Inferred] = {
-            v: constant(known.get(v), setting.half) for v in jaxpr.constvars if tracked(v)
+            v: constant(self.known.get(v), setting.half) for v in jaxpr.constvars if tracked(v)
         }
         self.values.update((v, x) for v, x in zip(jaxpr.invars, ins, strict=True) if x is not None)
         self.reads: dict[Any, int] = {}
@@ -216,6 +218,12 @@ class Inference:
             # Issued as traced, its unused outputs would be differentiated too.
             self.unchanged &= self.setting.in_rule or not closes_over_tracers(self.jaxpr, eqn)
             return Step(eqn, Action.SKIP, (), (), "nothing reads it", listing)
+        results = folded(eqn, self.known)
+        self.known |= results
+        if not all(fits(x, self.setting.half) for x in results.values()):
+            step = self.in_float32(eqn, listing, Level.FLOAT, out_of_range(self.setting.half))
+            step.outs = tuple(x and x._replace(large=True) for x in step.outs)
+            return step
         if listing.op is Op.ENTER:
             step = self.setting.higher_order[eqn.primitive.name].infer(self, eqn, listing)
             self.unchanged &= step.action is Action.BIND

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.classify import EXACT, OPAQUE, Listing
+from mpjax.casting.constants import out_of_range
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, castable, exact_in_half, made_from
 from mpjax.casting.plan import Action, Step
@@ -33,8 +34,7 @@ def _allow(inference: Inference, eqn: Any, listing: Listing) -> Step:
     if mixed or not any(map(tracked, eqn.invars)):
         return inference.in_float32(eqn, listing, Level.FLOAT, "its operands have other dtypes")
     if any(map(inference.is_large, eqn.invars)):
-        why = f"{EXACT} a constant is outside the range of {inference.setting.half}"
-        return inference.in_float32(eqn, listing, Level.FLOAT, why)
+        return inference.in_float32(eqn, listing, Level.FLOAT, out_of_range(inference.setting.half))
     chosen = listing.entry is not None or listing.region in IN_HALF or inference.setting.rules.level == "half"
     if not chosen and all(map(inference.is_integer, eqn.invars)):
         return inference.in_float32(eqn, listing, Level.COMPUTED, f"{EXACT} its operands are integers")

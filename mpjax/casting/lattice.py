@@ -124,22 +124,6 @@ def literal_level(literal: Any, half: np.dtype) -> Level:
     return Level.INPUT if representable or not np.isfinite(size) else Level.FLOAT
 
 
-# Larger constants are weights, in the memory of a device.
-_CONSTANT = 2**16
-
-
-def constant(value: Any, half: np.dtype) -> Inferred:
-    """A constant of the program: castable, unless its finite numbers exceed half's range."""
-    if (
-        getattr(value, "size", _CONSTANT) < _CONSTANT
-        and compat.finfo(half).max < compat.finfo(np.dtype(np.float32)).max
-    ):
-        size = np.abs(np.asarray(value))
-        if np.any((size > float(compat.finfo(half).max)) & np.isfinite(size)):
-            return Inferred(Level.FLOAT, FULL, large=True)
-    return PARAMETER
-
-
 def exact_in_half(literal: Any, half: np.dtype) -> bool:
     """Whether half represents a literal exactly."""
     value = np.asarray(literal.val)

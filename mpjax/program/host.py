@@ -89,6 +89,19 @@ def _broadcast(params: Any, x: Any, *_: Any) -> Any:
     return np.broadcast_to(np.expand_dims(x, tuple(new)), params["shape"])
 
 
+def _cumulative(fun: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(params: Any, x: Any) -> Any:
+        axis = params["axis"]
+        return np.flip(fun(np.flip(x, axis), axis), axis) if params["reverse"] else fun(x, axis)
+
+    return rule
+
+
+def _iota(params: Any) -> Any:
+    places = np.indices(params["shape"], sparse=True)[params["dimension"]]
+    return np.broadcast_to(places, params["shape"])
+
+
 def _slice(params: Any, x: Any) -> Any:
     strides = params["strides"] or (1,) * x.ndim
     return x[tuple(map(slice, params["start_indices"], params["limit_indices"], strides))]
@@ -103,7 +116,9 @@ _RULES: dict[str, Callable[..., Any]] = {
     "add_any": _plain(np.add),
     "sub": _plain(np.subtract),
     "mul": _plain(np.multiply),
+    "pow": _plain(np.power),
     "neg": _plain(np.negative),
+    "sign": _plain(np.sign),
     "max": _plain(np.maximum),
     "min": _plain(np.minimum),
     "abs": _plain(np.abs),
@@ -125,11 +140,14 @@ _RULES: dict[str, Callable[..., Any]] = {
     "reduce_min": _reduction(np.min),
     "reduce_or": _reduction(np.bitwise_or.reduce),
     "reduce_and": _reduction(np.bitwise_and.reduce),
+    "iota": _iota,
     "broadcast_in_dim": _broadcast,
     "reshape": lambda params, x: x.reshape(params["new_sizes"]),
     "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
     "transpose": lambda params, x: x.transpose(params["permutation"]),
     "rev": lambda params, x: np.flip(x, tuple(params["dimensions"])),
+    "tile": lambda params, x: np.tile(x, params["reps"]),
+    "stack": lambda params, *arrays: np.stack(arrays, params["axis"]),
     "concatenate": lambda params, *arrays: np.concatenate(arrays, params["dimension"]),
     "split": lambda params, x: np.split(x, np.cumsum(params["sizes"])[:-1], params["axis"]),
     "slice": _slice,
@@ -137,7 +155,11 @@ _RULES: dict[str, Callable[..., Any]] = {
 # These differ from XLA's on other dtypes.
 _OF_FLOATS: dict[str, Callable[..., Any]] = {
     "reduce_sum": _reduction(np.sum),
+    "cumsum": _cumulative(np.cumsum),
+    "cumprod": _cumulative(np.cumprod),
     "div": _plain(np.divide),
+    "floor": _plain(np.floor),
+    "ceil": _plain(np.ceil),
     "integer_pow": lambda params, x: x ** params["y"],
     "square": _plain(np.square),
     "sqrt": _plain(np.sqrt),
@@ -149,6 +171,8 @@ _OF_FLOATS: dict[str, Callable[..., Any]] = {
     "log1p": _plain(np.log1p),
     "sin": _plain(np.sin),
     "cos": _plain(np.cos),
+    "sinh": _plain(np.sinh),
+    "cosh": _plain(np.cosh),
     "tanh": _plain(np.tanh),
     "logistic": _plain(scipy.special.expit),
     "erf": _plain(scipy.special.erf),

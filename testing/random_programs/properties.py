@@ -227,7 +227,7 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
     of_solves = {
         _shapes(e.eqn) for e in _live_equations(found.jaxpr) if e.name in MATMULS and "custom_linear_solve" in e.path
     }
-    exact_ones = _with_exact_results(found.jaxpr)
+    exact_ones = _with_exact_results(found.jaxpr) | _of_constants(found.jaxpr)
     fixed |= any(text in case.source for text in _EXACT)
     for e in _live_equations(found.jaxpr):
         if e.name not in MATMULS or id(e.eqn) in exact_ones or not matmul_flops(e.eqn):
@@ -270,6 +270,20 @@ def _with_exact_results(jaxpr: Any, inside: bool = False) -> set[int]:
             found.add(id(eqn))
         elif reaches:
             read.update(v for v in eqn.invars if not hasattr(v, "val"))
+    return found
+
+
+def _of_constants(jaxpr: Any) -> set[int]:
+    """The matmuls, by `id`, of numbers that depend on no input, such as an identity and a tangent of ones."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    dependent, found = set(jaxpr.invars), set()
+    for eqn in jaxpr.eqns:
+        for function in inner_jaxprs(eqn):
+            found |= _of_constants(function)
+        if any(not hasattr(v, "val") and v in dependent for v in eqn.invars):
+            dependent.update(eqn.outvars)
+        elif eqn.primitive.name in MATMULS:
+            found.add(id(eqn))
     return found
 
 

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import RESULTS, faults, gpu, headlines, loss_scaling, report, sharded_steps
-from benchmarks.models import WORKLOADS
+from benchmarks import RESULTS, casting, faults, gpu, headlines, loss_scaling, report, sharded_steps
 from benchmarks.training import traffic
 from benchmarks.training.cells import Cell, Results
 from benchmarks.training.configurations import CONFIGURATIONS, loss_function
@@ -24,6 +23,7 @@ from mpjax.inspection.profiling.hlo import HloModule
 from perf.environment import versions
 from testing import cheap_keys
 from testing.gpu_program import GPU_PROGRAM
+from testing.models.published import WORKLOADS
 from testing.random_programs.evaluate import arrays_in_numpy
 
 
@@ -230,7 +230,6 @@ IGNORED = """
 casting --no-compile --compilations 3
 compiled --compilations 5
 compiled --passes --out folder
-fuzz --training --dtype float16
 communication --devices 2 --h200
 communication --devices 2 --tpu 8x8
 communication --tpu 8x8 --h200
@@ -410,6 +409,16 @@ def test_memory_of_a_step_in_addition_to_adams(donate, most):
     assert adam < most - 0.9
     for form in ("mpjax: apply_gradients", "mpjax: tx.update, apply_updates"):
         assert loss_scaling.total_units(form, donate=donate) < most
+
+
+def test_the_casting_table_has_the_error_over_casts_by_hand():
+    row = {"half_share": 1.0, "risky": 0, "casts": 1, "residuals": 0.5, "trace": 1.0, "forward_trace": 1.0}
+    accurate, overflowing = row | {"error_of_by_hand": 0.8}, row | {"error_of_by_hand": float("nan")}
+    programs = {"a": {"ours": accurate, "theirs": overflowing}, "callback": {"ours": row, "theirs": {"error": "fails"}}}
+    ours, theirs = casting.summary(programs).splitlines()[2:]
+    assert "| 0.80 (0.80, 1) |" in ours
+    assert "(not finite, 1) |" in theirs
+    assert "| - (-, 0) |" in casting.summary({"callback": {"ours": row}})
 
 
 def test_outcomes_of_a_fault_by_library():

@@ -126,11 +126,10 @@ def test_policies_train_a_family(policy):
     assert float(scale.loss_scale) == expected
 
 
-def test_models_are_plain_float32_modules_of_one_page():
+def test_models_are_plain_float32_modules():
     for name in FAMILIES:
         with open(module(name).__file__, encoding="utf-8") as file:
             source = file.read()
-        assert len(source.splitlines()) <= 120, name
         assert not re.search(r"float16|mpjax|param_dtype|policy=", source), name
 
 

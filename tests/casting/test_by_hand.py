@@ -21,25 +21,44 @@ def test_the_error_of_the_gradient_is_at_most_twice_that_of_casts_by_hand(name, 
     assert found <= 2.0
 
 
-def softmax_of_bins(w, x):
-    """The expected value of a distribution over bins, as in a distributional critic or MuZero."""
-    return jnp.mean(jax.nn.softmax(x @ w) @ np.stack([np.linspace(0, 1e6, 16, dtype=np.float32)] * 2, -1))
+# The bins of a distribution, as in a distributional critic or MuZero: constants of the program, or made in it.
+BINS = {
+    "held": lambda: np.linspace(0, 1e6, 16, dtype=np.float32),
+    "tiny": lambda: np.linspace(0, 1e-9, 16, dtype=np.float32),
+    "linspace": lambda: jnp.linspace(0, 1e6, 16),
+    "geomspace": lambda: jnp.geomspace(1, 1e6, 16),
+    "scaled range": lambda: jnp.arange(16) * 1e5,
+    "powers": lambda: 10.0 ** jnp.arange(16),
+    "exponentials": lambda: jnp.exp(jnp.arange(16.0)),
+    "transformed support": lambda: jnp.sign(jnp.linspace(-300, 300, 16)) * (jnp.linspace(-300, 300, 16) ** 2 - 1),
+    "filled": lambda: jnp.full(16, 1e6),
+    "cumulative": lambda: jnp.cumsum(jnp.full(16, 1e5)),
+    "chosen": lambda: jnp.where(jnp.arange(16) > 3, 1e6, 1.0),
+    "joined": lambda: jnp.concatenate([jnp.zeros(8), jnp.full(8, 1e5)]),
+    "stacked": lambda: jnp.stack([1e5 * i for i in range(16)]),
+    "of a jit": jax.jit(lambda: jnp.array([1e5 * i for i in range(16)])),
+}
 
 
+@pytest.mark.standard_promotion
 @pytest.mark.filterwarnings("ignore:autocast. .*% of the FLOPs of matmuls and convolutions stay in float32, because")
-def test_a_matmul_reads_constants_outside_the_range_of_half_in_float32():
+@pytest.mark.parametrize("place", ["here", "in a jit", "in a scan"])
+@pytest.mark.parametrize("bins", BINS.values(), ids=BINS)
+def test_a_matmul_reads_constants_outside_the_range_of_half_in_float32(bins, place):
     w, x = (np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in ((8, 16), (4, 8)))
-    found, expected = (
-        in_numpy(fun)(w, x) for fun in (mpjax.autocast(softmax_of_bins, "mixed_float16"), softmax_of_bins)
-    )
+
+    def expected_value(w, x):
+        return jnp.mean(jax.nn.softmax(x @ w) @ jnp.stack([bins()] * 2, -1))
+
+    def scanned(w, x):
+        return jax.lax.scan(lambda _, row: (None, expected_value(w, row[None])), None, x)[1]
+
+    fun = {"here": expected_value, "in a jit": jax.jit(expected_value), "in a scan": scanned}[place]
+    cast = {half: mpjax.autocast(fun, f"mixed_{half}") for half in ("float16", "bfloat16")}
+    found, expected = (in_numpy(fun)(w, x) for fun in (cast["float16"], fun))
     np.testing.assert_allclose(found, expected, rtol=4 * float(jnp.finfo(jnp.float16).eps))
-    rows = mpjax.explain(mpjax.autocast(softmax_of_bins, "mixed_float16"), w, x).rows
-    assert [row.why for row in rows if row.op == "dot_general"] == [
-        "allow",
-        "exact: a constant is outside the range of float16",
-    ]
-    half = mpjax.explain(mpjax.autocast(softmax_of_bins, "mixed_bfloat16"), w, x).rows
-    assert {row.why for row in half if row.op == "dot_general"} == {"allow"}
+    whys = {half: {r.why for r in mpjax.explain(fun, w, x).rows if r.op == "dot_general"} for half, fun in cast.items()}
+    assert whys == {"float16": {"allow", "exact: a constant is outside the range of float16"}, "bfloat16": {"allow"}}
 
 
 def policy(p, observations):

@@ -1,4 +1,4 @@
-"""Properties of autocast on random programs; `python -m benchmarks.fuzz` runs many more of them."""
+"""Properties of autocast on random programs; `python -m testing.fuzz` runs many more of them."""
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, reject, settings

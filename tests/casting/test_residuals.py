@@ -7,7 +7,7 @@ import pytest
 
 from mpjax import autocast
 from testing import measures
-from testing.zoo import REGISTRY, harness
+from testing.models.zoo import REGISTRY, harness
 
 # One for each way to hold weights; the rest of the zoo repeats these.
 NAMES = """

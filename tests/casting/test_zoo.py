@@ -15,8 +15,8 @@ import pytest
 from mpjax import Float8, Rules, autocast
 from mpjax.program import compat
 from testing import measures
+from testing.models.zoo import REGISTRY, evaluated, harness
 from testing.random_programs.evaluate import in_numpy
-from testing.zoo import REGISTRY, evaluated, harness
 
 # One program of each family is also compiled: XLA runs the rewritten program.
 COMPILED = """

@@ -1,4 +1,4 @@
-"""`layerwise_error`: own errors, totals, loops, values that leave the range. `benchmarks.planted` has the libraries."""
+"""`layerwise_error`: own errors, totals, loops, values that leave the range. `testing.planted` has the libraries."""
 
 import csv
 import json

@@ -12,9 +12,9 @@ import numpy as np
 from flax import nnx
 
 from testing import cheap_keys
+from testing.models.zoo import nnx as nnx_zoo
+from testing.models.zoo.linen import MLP, ResNet
 from testing.random_programs.evaluate import arrays_in_numpy
-from testing.zoo import nnx as nnx_zoo
-from testing.zoo.linen import MLP, ResNet
 
 
 class Recurrent(nn.Module):

@@ -14,8 +14,8 @@ import pytest
 import mpjax
 from testing import cheap_keys
 from testing.measures import equations, half_share, matmuls, residual_bytes
+from testing.models.zoo.linen import MLP
 from testing.random_programs.evaluate import arrays_in_numpy, in_numpy
-from testing.zoo.linen import MLP
 from tests.modules.flax_models import LINEN, HandsDtypeOn
 
 F16 = jnp.dtype("float16")

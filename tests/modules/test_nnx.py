@@ -12,8 +12,8 @@ from flax import nnx
 import mpjax
 from testing import cheap_keys
 from testing.measures import equations, half_share, matmuls
+from testing.models.zoo.nnx import MLP, ConvNet
 from testing.random_programs.evaluate import in_numpy
-from testing.zoo.nnx import MLP, ConvNet
 from tests.modules.flax_models import NNX, of_nnx
 
 F16 = jnp.dtype("float16")

@@ -11,7 +11,7 @@ from flax import nnx
 import mpjax
 from testing import cheap_keys
 from testing.measures import matmuls_of, relative_error
-from testing.random_models import KEPT, LinenModel, NnxModel, inputs, random_steps
+from testing.models.random_flax import KEPT, LinenModel, NnxModel, inputs, random_steps
 from testing.random_programs.evaluate import arrays_in_numpy, as_typed, evaluate, exact
 from tests.modules.flax_models import of_nnx
 

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import mpjax
-from testing.zoo import REGISTRY, evaluated, harness
+from testing.models.zoo import REGISTRY, evaluated, harness
 
 
 @pytest.mark.parametrize("name", [name for name, program in REGISTRY.items() if program.flax])

@@ -13,13 +13,17 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(3, 4)).astype(np.float32)
 SPECIAL = np.array([0, -0.0, 1, -1, 11, 300, -300, 6e4, 1e-6, np.inf, -np.inf, np.nan], np.float32)
 FLOATS = (X, SPECIAL, SPECIAL.astype(np.float16), X.astype(jnp.bfloat16))
-UNARY = "neg abs is_finite sqrt rsqrt exp exp2 expm1 log log1p sin cos tanh logistic erf square".split()
-BINARY = "add sub mul div max min eq ne lt le gt ge".split()
+UNARY = "sign floor ceil neg abs is_finite sqrt rsqrt exp exp2 expm1 log log1p sin cos tanh logistic erf square".split()
+BINARY = "pow add sub mul div max min eq ne lt le gt ge".split()
 MOVES = {
     "sum": lambda x: jnp.sum(x, 0),
     "max": lambda x: jnp.max(x, -1),
     "min": lambda x: jnp.min(x),
     "reshape": lambda x: jnp.reshape(x, (2, 6)),
+    "cumulative": lambda x: (lax.cumsum(x, 0), lax.cumprod(x, 1, reverse=True)),
+    "ranges": lambda x: lax.broadcasted_iota(np.float32, (3, 4), 1),
+    "tiles": lambda x: jnp.stack([jnp.tile(x, (2, 3))] * 2, 1),
+    "hyperbolic": lambda x: (lax.sinh(x), lax.cosh(x)),
     "squeeze": lambda x: lax.squeeze(x[:1], (0,)),
     "transpose": lambda x: x.T,
     "flip": lambda x: lax.rev(x, (1,)),

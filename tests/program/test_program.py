@@ -9,7 +9,7 @@ import pytest
 
 from mpjax.program.graph import walk
 from testing import measures
-from testing.zoo import REGISTRY, harness
+from testing.models.zoo import REGISTRY, harness
 
 
 @pytest.mark.parametrize("name", ["linen_cnn_batchnorm", "scan_lstm", "moe_ragged", "jit_nested", "switch_experts"])

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import mpjax
-from benchmarks.mutations import MUTATIONS
+from testing.mutations import MUTATIONS, first_catch
 from testing.random_training import Case, Failure, Rejected, check, numbered_case, shrink
 from testing.random_training.models import Model
 from testing.random_training.properties import _close
@@ -184,3 +184,11 @@ def test_shrinking_keeps_the_failure(monkeypatch):
     smallest = shrink(case, fails)
     assert (smallest.loss, smallest.gradient, smallest.loop) == ("plain", "mpjax.value_and_grad", "python")
     assert smallest.events == ("spike",)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_tests_of_random_training_catch_each_wrong_implementation(name):
+    jax.clear_caches()  # of programs that were traced with another one
+    assert first_catch(MUTATIONS[name], range(200)) is not None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from testing import measures
-from testing.zoo import REGISTRY, evaluated, harness
+from testing.models.zoo import REGISTRY, evaluated, harness
 
 
 @pytest.mark.parametrize("name", [name for name, program in REGISTRY.items() if program.has_half])

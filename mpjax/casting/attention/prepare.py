@@ -39,8 +39,8 @@ _consts: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDiction
 
 def remember(jaxpr: Any, consts: Sequence[Any]) -> None:
     """Notes the constants of an open jaxpr, which may hold the masks of its attentions."""
-    known = {v: x for v, x in zip(jaxpr.constvars, consts, strict=True) if not isinstance(x, jax.core.Tracer)}
-    _consts[jaxpr] = known
+    pairs = zip(jaxpr.constvars, consts, strict=True)
+    _consts[jaxpr] = {v: x for v, x in pairs if not isinstance(x, jax.core.Tracer)}
 
 
 def constants(jaxpr: Any) -> dict[Any, Any]:

@@ -20,7 +20,7 @@ import mpjax
 from examples.imagenet.models import create_model
 from mpjax.inspection.devices import DEVICES, device_of
 from testing import measures
-from testing.zoo import REGISTRY, harness
+from testing.models.zoo import REGISTRY, harness
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 import mpjax
 from mpjax import find_nonfinite
 from testing import cheap_keys
+from testing.models.zoo import REGISTRY, harness
 from testing.random_programs.evaluate import arrays_in_numpy
-from testing.zoo import REGISTRY, harness
 
 HALF = np.float16
 

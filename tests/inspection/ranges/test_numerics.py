@@ -12,8 +12,8 @@ import pytest
 
 import mpjax
 from testing import cheap_keys
+from testing.models.zoo import harness
 from testing.random_programs.evaluate import arrays_in_numpy, in_numpy
-from testing.zoo import harness
 
 SCALE = 64.0
 KEY = cheap_keys.key(0)

@@ -1,7 +1,7 @@
 """Random programs under autocast, or random training programs: the properties that fail, with the smallest program.
 
-    python -m benchmarks.fuzz --examples 20000
-    python -m benchmarks.fuzz --training --examples 20000
+    python -m testing.fuzz --examples 20000
+    python -m testing.fuzz --training --examples 20000
 
 An example's number alone determines it. Examples run in batches, and a report for each dtype is written after each
 batch, so an interrupted run continues where it stopped. A failure of a new kind is shrunk at once. Further failures of
@@ -30,12 +30,12 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4 --x
 
 import jax
 
-from benchmarks import CACHE, commands
 from testing import random_training as training
 from testing.random_programs import Case, Failure, Rejected, Subject, check, numbered_case
 from testing.random_programs.properties import cause_of
 from testing.random_programs.reduction import shrink
 
+REPORTS = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "mpjax-fuzz"
 REJECTED = "rejected by JAX"
 Outcome = tuple[str, Failure | None]
 DTYPES = ("float16", "bfloat16", "float8")
@@ -231,11 +231,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=100, help="examples between two reports")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after the batch that exceeds this")
     parser.add_argument("--no-shrink", action="store_true", help="do not shrink failures")
-    parser.add_argument("--reports", type=pathlib.Path, default=CACHE, help="folder of the JSON reports")
+    parser.add_argument("--reports", type=pathlib.Path, default=REPORTS, help="folder of the JSON reports")
     parser.add_argument("--compile-every", type=int, default=50, help="compile and run one in this many examples")
     args = parser.parse_args()
-    if args.training:
-        commands.refuse(parser, args, "--dtype", "with --training")
+    if args.training and args.dtype:
+        parser.error(f"--dtype {args.dtype[0]} has no effect with --training; leave it out")
     gc.set_threshold(50_000, 20, 20)  # tracing spends an eighth of its time on collections at the defaults
     names = ("training",) if args.training else args.dtype or DTYPES
     reports = {name: Report(args.reports / f"fuzz_{name}.json") for name in names}

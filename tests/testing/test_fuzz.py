@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from benchmarks import foreign, fuzz
+from testing import fuzz
 from testing.random_programs import Case, Failure, Rejected, check, properties
 from testing.random_programs.evaluate import evaluate
 from testing.random_programs.reduction import shrink
@@ -115,20 +115,17 @@ def test_the_evaluator_agrees_with_jax():
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_foreign_tests_that_fail_only_under_autocast_are_listed(tmp_path, capsys):
-    (tmp_path / "some_test.py").write_text("""
-import jax, jax.numpy as jnp
-def dtype_inside(x): return str(jax.make_jaxpr(jax.jit(lambda x: x @ x))(x))
-def test_only_wrapped(): assert "f16" in dtype_inside(jnp.eye(2))
-def test_only_plainly(): assert "f16" not in dtype_inside(jnp.eye(2))
-def test_looks_at_values(): jax.grad(lambda x: x if x > 0 else -x)(jnp.float32(1))
-def test_fails(): assert False
-""")
-    foreign.main(["--tests", str(tmp_path), "--out", str(tmp_path)])
-    found, limits = capsys.readouterr().out.split("Also fail in jax.jit:")
-    # Columns: pass, only under autocast, in jax.jit too, without autocast too, skipped.
-    assert "| some_test.py | 1 | 1 | 1 | 1 | 0 |" in found
-    assert "test_only_plainly" in found
-    assert foreign.CONTROL_FLOW in limits
-    assert "test_looks_at_values" in limits
-    assert "some_test.py" in (tmp_path / "foreign_float16_cpu.md").read_text()
+def test_a_dtype_of_training_programs_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["fuzz", "--training", "--dtype", "float16"])
+    with pytest.raises(SystemExit, match="2"):
+        fuzz.main()
+    assert "no effect" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_a_thousand_programs_have_all_properties(tmp_path):
+    reports = {dtype: fuzz.Report(tmp_path / dtype) for dtype in fuzz.DTYPES}
+    fuzz.run(reports, fuzz.Options(1000, first=10**6, compile_every=0))
+    for report in reports.values():
+        assert not report.data["failures"], str(report)
+        assert report.examples == 1000

@@ -1,17 +1,15 @@
-"""Planted wrong implementations of loss scaling and modules: `python -m benchmarks.mutations`.
+"""Planted wrong implementations of loss scaling and modules.
 
-Each is run on the numbered training programs of the tests that name what it breaks, until one of them fails. A wrong
-implementation that none of them catches is a gap in what they draw, and the exit status is 1.
+Each is run on the numbered training programs that name what it breaks, until one of them fails. A wrong implementation
+that none of them catches is a gap in what they draw: `pytest -m exhaustive tests/testing/test_random_training.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -52,7 +50,7 @@ def _loss_ignored(tree: Any, *args: Any) -> jax.Array:
 
 
 def _advanced(state: Any, like: Any, right: Any = trees.cast_like) -> Any:
-    is_count = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.int32)  # noqa: E731
+    is_count = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.int32)
     return jax.tree.map(lambda x: x + 1 if is_count(x) else x, right(state, like))
 
 
@@ -151,22 +149,3 @@ def first_catch(mutation: Mutation, numbers: range) -> tuple[int, str] | None:
             except Exception as failure:
                 return number, str(failure).splitlines()[0]
     return None
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--examples", type=int, default=200, help="numbers of programs, from 0")
-    parser.add_argument("--only", default="", help="text in the names of the mutations that run")
-    args = parser.parse_args()
-    missed = []
-    for name, mutation in MUTATIONS.items():
-        if args.only in name:
-            jax.clear_caches()  # of programs that were traced with another mutation
-            found = first_catch(mutation, range(args.examples))
-            print(f"{name}: {'missed' if found is None else f'program {found[0]}: {found[1]}'}", flush=True)
-            missed += [name] * (found is None)
-    sys.exit(f"missed: {', '.join(missed)}" if missed else 0)
-
-
-if __name__ == "__main__":
-    main()

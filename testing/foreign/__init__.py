@@ -1,0 +1,1 @@
+"""Programs of other authors under autocast: JAX's and Flax's own tests."""

@@ -1,0 +1,38 @@
+"""Planted causes, each with the answers that the tools must give."""
+
+import pytest
+
+from benchmarks.planted import table
+from testing import planted
+
+# One of each kind. The others run with `-m exhaustive`.
+QUICK = """
+    healthy, plain; overflow, vmap; small gradients, Equinox; epsilon lost, Haiku; nan in a custom rule;
+    nan on a device; norm in half, Linen; norm in half, NNX; overflow before a mask; trap of a where;
+    empty mask; outlier batch; average in half; bad dimension
+"""
+QUICK = [" ".join(name.split()) for name in QUICK.split(";")]
+CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in planted.cases()]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_tool_answers_as_planted(name):
+    (cells,) = planted.run([name]).values()
+    assert set(cells.values()) == {planted.AS_PLANTED}, cells
+
+
+def test_every_cause_is_planted_in_every_library():
+    assert {*QUICK} <= {*planted.cases()}
+    assert len(planted.cases()) == len(planted.CAUSES) * len(planted.LIBRARIES) + len(planted.ALONE) >= 40
+
+
+def test_another_answer_and_a_crash_are_cells():
+    def otherwise():
+        raise AssertionError("names\nthe head")
+
+    def crash():
+        raise KeyError("scan")
+
+    cells = {"audit": planted.outcome(otherwise), "search": planted.outcome(crash)}
+    assert cells == {"audit": "answers otherwise: names the head", "search": "fails: KeyError: 'scan'"}
+    assert table({"a case": cells}).startswith("0 of 2 answers as planted, 1 programs.")
