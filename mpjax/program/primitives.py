@@ -60,6 +60,8 @@ class Primitive(NamedTuple):
         risk: Why half precision may be inaccurate: `exp`, `log`, `pow` (range, poles) or `sum` (rounding).
         amplifies: The operands whose rounding it amplifies, somewhere in their range: `all`, the `second`, or `equals`,
             arrays of one shape. Poles, steps, large derivatives, periods, differences of near-equal numbers.
+        worst: Where it amplifies a rounding without limit, in words for reports, as `near_1`.
+        bounded: The bounds of its results, as `0:inf`.
         decomposes: Decomposes a matrix or solves equations, so its condition number multiplies a rounding.
         chooses: Compares elements to choose among them.
         bits: Depends on the bits or the dtype itself, so it is not computed in another dtype.
@@ -93,6 +95,8 @@ class Primitive(NamedTuple):
     logic: bool = False
     risk: str = ""
     amplifies: str = ""
+    worst: str = ""
+    bounded: str = ""
     decomposes: bool = False
     chooses: bool = False
     bits: bool = False
@@ -128,6 +132,17 @@ class Primitive(NamedTuple):
     def keeps_integers(self) -> bool:
         """Whether its results are integers if its operands are. Quotients are not."""
         return (self.is_affine or self.exact) and self.linear != "first"
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The bounds of its results.
+
+        Example:
+            >>> primitive("tanh").bounds, primitive("add").bounds
+            ((-1.0, 1.0), (-inf, inf))
+        """
+        low, _, high = (self.bounded or "-inf:inf").partition(":")
+        return float(low), float(high)
 
     def sources(self, operands: int) -> range | list[int]:
         """The indices of the operands whose elements the result has, given the number of operands.

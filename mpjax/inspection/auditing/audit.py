@@ -28,7 +28,7 @@ from mpjax.inspection.reports import added_up, reason, totals
 from mpjax.inspection.trials import argument_names
 from mpjax.loss_scale.usage import unscaled_updates
 from mpjax.program import compat, contexts
-from mpjax.program.graph import Site, not_entered, owners_of, walk
+from mpjax.program.graph import Site, lay_out, not_entered, owners_of, walk
 from mpjax.program.interpreter import is_float
 from mpjax.program.source import BACKWARD, FORWARD
 from mpjax.program.tracing import TracedCall, traced_call
@@ -96,7 +96,7 @@ def audit(
         name=getattr(fun, "__name__", type(fun).__name__),
         matmuls=matmuls,
         findings=findings_of(matmuls, tpu),
-        risks=(*_unscaled(scales, sites), *risks_of(flow)),
+        risks=(*_unscaled(scales, sites), *risks_of(flow, lay_out(program.jaxpr, owners=owners))),
         residuals=None if residuals is None else totals((v.aval.dtype.name, v.bytes) for v in residuals if v.bytes),
         kept=_kept(residuals or (), kept_in),
         scores=scores,

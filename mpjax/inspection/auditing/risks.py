@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from mpjax.inspection.auditing.amplified import amplified, exact_up_to
 from mpjax.inspection.auditing.dataflow import INPUT, Flow, Known, Node, Value, known_values
 from mpjax.program import compat
-from mpjax.program.graph import Site, sub_jaxprs
+from mpjax.program.graph import Block, Site, sub_jaxprs
 from mpjax.program.interpreter import is_half
 from mpjax.program.primitives import primitive
 
@@ -22,6 +23,7 @@ MEANINGS = {
     "unscaled": "float16 gradients without loss scaling: small ones become zero; use mpjax.value_and_grad with a state",
     "overflow": "a finite constant becomes infinite",
     "epsilon": "a constant that guards against zero becomes zero",
+    "amplified": "an error of rounding to half that grows: keep float32 between the two lines, as autocast does",
     "ids": "distinct whole numbers become equal",
     "update": "an update that is smaller than half's last place of the value is lost: keep float32 master weights",
     "accumulator": "a sum of many terms that is stored in half after each: keep it in float32",
@@ -45,7 +47,8 @@ class Risk:
             `"epsilon"`: a constant becomes zero in half;
             `"update"`: a value is stored in half and changed by small amounts (weights, a moving average);
             `"accumulator"`: a loop's carry to which terms are added in half;
-            `"ids"`: integer identifiers that become equal in half.
+            `"ids"`: integer identifiers that become equal in half;
+            `"amplified"`: a value is rounded to half at one line, and its error is amplified at this one.
         module, source, op: The module path, the line and the primitive.
         dtype: The half dtype.
         phases: A subset of `"forward"`, `"backward"`, `"recomputed"`.
@@ -63,18 +66,22 @@ class Risk:
     why: str
 
 
-def risks_of(flow: Flow) -> tuple[Risk, ...]:
-    """The risks of a program, merged by kind, module, line, operation and dtype, the most severe first."""
+def risks_of(flow: Flow, block: Block) -> tuple[Risk, ...]:
+    """The risks of a program, merged by kind, module, line, operation and dtype, the most severe first.
+
+    Args:
+        flow, block: Two forms of the program.
+    """
     nodes = list(flow.all_nodes())
     known = known_values(flow)
     found = [("unscaled", node.site, "float16", MEANINGS["unscaled"]) for node in nodes if _is_unscaled(node)]
-    found += [*_operations(nodes), *_loss(flow, nodes)]
+    roundings = [*_amplified(block)]
+    found += [*roundings, *_operations(nodes, {_place(site) for _, site, _, _ in roundings}), *_loss(flow, nodes)]
     for node in nodes:
         found += _constants(node, known)
     found += _vanished(nodes)
     found += _updates(flow, known)
     found += _accumulators(flow)
-    found += _compared(nodes, known)
     return _merged(found)
 
 
@@ -86,8 +93,8 @@ def _is_unscaled(node: Node) -> bool:
 RiskySite = tuple[str, Site, str, str]  # kind, site, dtype, why
 
 
-def _operations(nodes: Sequence[Node]) -> Iterator[RiskySite]:
-    """Half operations that need float32. Those of a softmax are reported as one."""
+def _operations(nodes: Sequence[Node], amplified: set[tuple[str, str]]) -> Iterator[RiskySite]:
+    """Half operations that need float32. Those of a softmax are reported as one; logarithms that amplify, before."""
     risky = [(node, dtype) for node in nodes if (dtype := _risky(node))]
     maxima = {_place(node.site) for node in nodes if node.site.name == "reduce_max"}
     softmaxes = {_place(node.site) for node, _ in risky if primitive(node.site.name).risk == "exp"} & maxima
@@ -103,6 +110,8 @@ def _operations(nodes: Sequence[Node]) -> Iterator[RiskySite]:
         name = node.site.name
         of_softmax = name in ("exp", "reduce_sum") or (name == "log" and of_sum(node.reads[0]))
         kind = "softmax" if of_softmax and _place(node.site) in softmaxes else primitive(name).risk
+        if kind in ("log", "pow") and _place(node.site) in amplified:
+            continue
         yield kind, node.site, dtype, MEANINGS[kind]
 
 
@@ -167,7 +176,7 @@ def _cast(node: Node, known: dict[Value, Known]) -> Iterator[RiskySite]:
 
 def _inexact(site: Site, dtype: Any, value: Known) -> Iterator[RiskySite]:
     """Ids larger than the integers that a half dtype represents exactly."""
-    exact = _exact(dtype)
+    exact = exact_up_to(dtype)
     if value.ids and not value.constant and value.largest > exact:
         why = f"whole numbers up to {value.largest:.0f}; {dtype.name} holds all up to {exact} only"
         yield "ids", site, dtype.name, why
@@ -190,26 +199,12 @@ def _vanished(nodes: Sequence[Node]) -> Iterator[RiskySite]:
                 yield "epsilon", guarded[value], value.aval.dtype.name, why
 
 
-def _compared(nodes: Sequence[Node], known: dict[Value, Known]) -> Iterator[RiskySite]:
-    """Integers with unknown bounds that are cast to half, then compared or cast back to integers."""
-    whole: set[Value] = set()
-    for node in nodes:
-        name, reads = node.site.name, node.reads
-        if name == "convert_element_type" and is_half(node.writes[0]) and reads[0] not in known:
-            aval = reads[0].aval
-            if compat.is_shaped(aval) and aval.dtype.kind in "iu" and aval.dtype.itemsize > 1:
-                whole.add(node.writes[0])
-        elif name in ("reshape", "broadcast_in_dim") and reads[0] in whole:
-            whole.add(node.writes[0])
-        elif name in ("eq", "ne") or (name == "convert_element_type" and node.writes[0].aval.dtype.kind in "iu"):
-            for dtype in (value.aval.dtype for value in reads if value in whole):
-                why = f"whole numbers; {dtype.name} holds all up to {_exact(dtype)} only"
-                yield "ids", node.site, dtype.name, why
-
-
-def _exact(dtype: Any) -> int:
-    """The largest n such that a dtype represents all integers up to n."""
-    return 2 ** _digits(dtype)
+def _amplified(block: Block) -> Iterator[RiskySite]:
+    """Values that are rounded to half and then amplified, by an operation of float32 or of half."""
+    for found in amplified(block):
+        in_half = any(map(is_half, found.site.invars)) and primitive(found.site.name).risk
+        kind = "ids" if found.rounding.of_whole else in_half or "amplified"
+        yield kind, found.site, found.dtype, found.text
 
 
 def _is_zero(value: Value) -> bool:
