@@ -177,8 +177,8 @@ def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
         lines.append(f"  {flops / total:.1%} not: {source}{f' ({path})' if path else ''}: {why}")
     if len(ranked) > _SHOWN:
         lines.append(f"  and {len(ranked) - _SHOWN} more lines; --explain FILE lists all")
-    risks = amplified(lay_out(jaxpr))
-    lines += [f"  risk: {risk.site.label} amplifies {risk.text}" for risk in risks[:_SHOWN]]
+    risks = dict.fromkeys(f"  risk: {risk.site.label} reads {risk.text}" for risk in amplified(lay_out(jaxpr)))
+    lines += list(risks)[:_SHOWN]
     if session.unused:
         lines.append("  " + _of_unused(session.unused, "matched nothing so far"))
     lines.append("  differentiates: " + _places(session.sites))

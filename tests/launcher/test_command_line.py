@@ -310,7 +310,7 @@ def test_without_the_variable_nothing_of_mpjax_is_imported(environment):
 def test_the_first_block_names_a_rounding_that_is_amplified(script):
     done = run(script(ROTARY.replace("CAST", "bfloat16")))
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("  risk: ")]
-    assert "at script.py:8 amplifies whole numbers beyond 256, rounded to bfloat16 by " in line
+    assert "at script.py:8 reads whole numbers beyond 256, rounded to bfloat16 by " in line
     assert "at script.py:7" in line
     assert "risk" not in run(script(ROTARY.replace("CAST", "float32"))).stderr
 
