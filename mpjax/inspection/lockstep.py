@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +36,9 @@ class Group:
     path: str
 
 
+Result = tuple[int, int]  # an equation's number and the index of a result
+
+
 @dataclasses.dataclass(frozen=True)
 class Grouped:
     """The groups of a program.
@@ -43,19 +46,21 @@ class Grouped:
     Args:
         groups: The group of each equation, by its number.
         passed_on: The results, as (number, index), that an equation of another group reads or that the program returns.
+        reads: The results that each equation reads, by its number.
     """
 
     groups: dict[int, Group]
-    passed_on: frozenset[tuple[int, int]]
+    passed_on: frozenset[Result]
+    reads: dict[int, tuple[Result, ...]]
 
 
 def grouped(block: Block) -> Grouped:
     """The groups of a program, and their results that other groups read or that the program returns."""
     groups = dict(_groups(block, None))
-    passed_on: set[tuple[int, int]] = set()
-    outs = _Readers(groups, passed_on).block(block, [None] * len(block.jaxpr.invars))
-    passed_on.update(producers for producers in outs if producers is not None)
-    return Grouped(groups, frozenset(passed_on))
+    readers = _Readers(groups)
+    outs = readers.block(block, [None] * len(block.jaxpr.invars))
+    readers.passed_on.update(producers for producers in outs if producers is not None)
+    return Grouped(groups, frozenset(readers.passed_on), readers.reads)
 
 
 def is_transparent(place: Site) -> bool:
@@ -95,8 +100,8 @@ def _function(place: Site) -> str:
 class _Readers:
     """Finds the values passed between groups. A value is identified by its equation's number and its result index."""
 
-    def __init__(self, groups: dict[int, Group], passed_on: set[tuple[int, int]]):
-        self.groups, self.passed_on = groups, passed_on
+    def __init__(self, groups: dict[int, Group]):
+        self.groups, self.passed_on, self.reads = groups, set[Result](), dict[int, tuple[Result, ...]]()
 
     def block(self, block: Block, ins: Sequence[Any]) -> list[Any]:
         env = block.environment(ins, [None] * len(block.jaxpr.constvars))
@@ -108,6 +113,7 @@ class _Readers:
         if passes_through(place) and producers[0] is not None:
             return producers[:1]
         inside, outvars = bool(place.blocks), place.eqn.outvars
+        self.reads[place.number] = tuple(producer for producer in producers if producer is not None)
         for producer in producers:
             if producer is not None and (inside or self.groups[producer[0]] != self.groups[place.number]):
                 self.passed_on.add(producer)
@@ -206,10 +212,12 @@ class EagerLockstep(Eager, Lockstep):
         self._compiled: dict[int, Callable[..., Any]] = {}
 
 
-def evaluated(block: Block, found: Grouped, arrays: Sequence[Any]) -> tuple[list[Values], dict[Key, ErrorNote]]:
-    """The results of a program and the errors noted in it, given its arguments."""
+def evaluated(
+    block: Block, found: Grouped, arrays: Sequence[Any], measured: Iterable[Result]
+) -> tuple[list[Values], dict[Key, ErrorNote]]:
+    """The results of a program and the errors of some of its values, given its arguments."""
     arguments = [Values(widened(x), x, x) for x in map(jnp.asarray, arrays)]
-    return EagerLockstep(ErrorProbe(block, found), found.groups).block(block, arguments)
+    return EagerLockstep(ErrorProbe(block, measured), found.groups).block(block, arguments)
 
 
 def _from_outside(x: Values) -> Values:
@@ -238,12 +246,12 @@ def _at_full_precision(eqn: Any) -> Any:
 
 
 class ErrorProbe(Probe):
-    """Notes the errors of the values that the groups pass on."""
+    """Notes the errors of some results."""
 
-    def __init__(self, block: Block, found: Grouped):
+    def __init__(self, block: Block, measured: Iterable[Result]):
         self.places = {place.number: place for place in block.places()}
         self.measured: dict[int, list[int]] = {}
-        for number, i in sorted(found.passed_on):
+        for number, i in sorted(measured):
             if is_float(self.places[number].eqn.outvars[i]):
                 self.measured.setdefault(number, []).append(i)
 
