@@ -52,7 +52,7 @@ def argument_names(program: TracedCall, args: Sequence[Any], kwargs: dict[str, A
 
 
 def below_root(path: str, paths: Collection[str]) -> str:
-    """A module path relative to the whole model; empty for the model itself.
+    """A module path relative to the whole model; that of the model itself is unchanged.
 
     Args:
         path: One of `paths`.
@@ -64,7 +64,7 @@ def below_root(path: str, paths: Collection[str]) -> str:
     """
     root, _, rest = path.partition("/")
     is_root = any("/" in other for other in paths) and all(f"{other}/".startswith(f"{root}/") for other in paths)
-    return rest if is_root else path
+    return rest if is_root and rest else path
 
 
 def argument_name(name: str) -> str:

@@ -23,7 +23,7 @@ from mpjax.program.tracing import TracedCall, traced_call
 
 
 class Lost(NamedTuple):
-    """A constant that half rounds to 0 or 1.
+    """A constant that half rounds to 0, 1 or inf.
 
     Args:
         site: The operation that reads it.
@@ -81,7 +81,7 @@ def in_float32(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 
 def lost_constants(sites: Iterable[Site], original: Callable[[], TracedCall]) -> Iterator[Lost]:
-    """The constants of a program that were rounded to 0 or 1, and zeros of unknown origin.
+    """The constants of a program that were rounded to 0, 1 or inf, and zeros of unknown origin.
 
     A constant that meets a half array is rounded while it is traced. So the program is traced in float32 as well, and
     the same operation of the same line there has the constant as it was written. Code that casts to half itself is the
@@ -91,7 +91,7 @@ def lost_constants(sites: Iterable[Site], original: Callable[[], TracedCall]) ->
         sites: The program's equations.
         original: Traces the call in float32; called only if there is a constant of 0 or 1.
     """
-    found = [(key, site, i) for key, site in _numbered(sites) for i, v in enumerate(site.invars) if _is_suspect(v)]
+    found = [(key, site, i) for key, site in _numbered(sites) for i, v in enumerate(site.invars) if is_suspect(v)]
     if not found:
         return
     try:
@@ -113,8 +113,11 @@ def lost_constants(sites: Iterable[Site], original: Callable[[], TracedCall]) ->
             yield Lost(site, i, dtype.name, written)
 
 
-def _is_suspect(v: Any) -> bool:
-    return isinstance(v, compat.Literal) and is_half(v) and np.size(v.val) == 1 and float(v.val) in (0.0, 1.0)
+def is_suspect(v: Any) -> bool:
+    """Whether an operand is a half constant of 0, 1 or inf."""
+    return (
+        isinstance(v, compat.Literal) and is_half(v) and np.size(v.val) == 1 and abs(float(v.val)) in (0, 1, math.inf)
+    )
 
 
 def _numbered(sites: Iterable[Site]) -> Iterator[tuple[Any, Site]]:

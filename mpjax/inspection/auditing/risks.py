@@ -197,7 +197,7 @@ def _lost(nodes: Sequence[Node], lost: Iterable[Lost]) -> Iterator[RiskySite]:
         for constant in constants:
             if constant.written is None:
                 guarded[node.writes[0]] = name, constant
-            else:
+            elif math.isfinite(constant.value):
                 yield "constant" if constant.value else "epsilon", node.site, constant.dtype, constant.text
         if name in ("reshape", "broadcast_in_dim", "convert_element_type", "sqrt") and reads[0] in guarded:
             guarded[node.writes[0]] = guarded[reads[0]]

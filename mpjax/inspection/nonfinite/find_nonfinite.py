@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from mpjax.casting import autocast_disabled
+from mpjax.inspection.auditing.amplified import amplified
+from mpjax.inspection.auditing.constants import in_float32, is_suspect, lost_constants
 from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite_but
 from mpjax.inspection.nonfinite.provenance import CodeProbe, Provenance, WatchProbe, code_of, first_fault, watched
 from mpjax.inspection.nonfinite.report import NonFinite as NonFinite
@@ -78,7 +79,7 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     if fault.is_argument:
         return _in_argument(program, fault.number)
     outs = program.watched().codes
-    found = _examined(program, fault, outs, functools.partial(_float32_is_fine, fun, args, kwargs))
+    found = _examined(program, fault, outs, functools.cache(functools.partial(in_float32, fun, args, kwargs)))
     bad = [name for name, code in zip(_result_names(traced), outs, strict=True) if code]
     return dataclasses.replace(found, result=bad[0] if bad else None)
 
@@ -195,16 +196,14 @@ def _codes(arrays: Sequence[Any]) -> list[Any]:
     return [code_of(jnp.asarray(x)) if is_inexact(x) else np.int32(0) for x in arrays]
 
 
-def _float32_is_fine(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool | None:
+def _float32_is_fine(original: Callable[[], TracedCall]) -> bool | None:
     """Whether the function is finite when it is traced with float32 in place of half arguments, and without autocast.
 
     The function is traced again because tracing rounds a constant that meets half arrays, and because opaque operations
     keep their half dtypes in a widened program. None if unknown: the function still computes in half.
     """
     try:
-        wide_args, wide_kwargs = jax.tree.map(lambda x: widened(x) if is_half(x) else x, (tuple(args), dict(kwargs)))
-        with autocast_disabled():
-            traced = trace_to_run("find_nonfinite", fun, wide_args, wide_kwargs)
+        traced = original()
         if _search(_Examined(traced, eager=True)) is None:
             return True
     except Exception:  # The function may require half arguments.
@@ -214,11 +213,11 @@ def _float32_is_fine(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[
 
 
 def _examined(
-    program: _Examined, fault: Provenance, outs: Sequence[int], float32_is_fine: Callable[[], bool | None]
+    program: _Examined, fault: Provenance, outs: Sequence[int], original: Callable[[], TracedCall]
 ) -> NonFinite:
     """The report of a fault: the ranges at its point, and the same point in float32.
 
-    `outs` are the codes of the program's results.
+    `outs` are the codes of the program's results; `original` traces the call in float32.
     """
     place, block = program.places[fault.number], program.block
     axes = dict(place.axes)
@@ -237,6 +236,7 @@ def _examined(
     derivative = place.phase == FORWARD and place.number not in _primal(block, _variables(block.jaxpr.outvars))
     element = tuple(int(i) for i in np.unravel_index(index, out.shape)) if out.shape else ()
     value = float(there["value"]) if reached else None
+    constants, doubtful = _lost_constants(block, place, original)
     evidence = Symptoms(
         primitive=place.name,
         kind="nan" if np.isnan(here["value"]) else "inf",
@@ -253,9 +253,11 @@ def _examined(
         float8=out.dtype.name if out.dtype.name.startswith("float8") else "",
         constant=fault.is_constant,
         opaque=primitive(place.name).op is Op.OPAQUE,
-        rounded=_has_rounded_constant(block),
+        constants=constants,
+        doubtful=doubtful,
+        rounding=_amplified_rounding(block, place),
         where_gradient=_is_where_gradient(program, fault, outs),
-        float32_is_fine=float32_is_fine,
+        float32_is_fine=functools.partial(_float32_is_fine, original),
     )
     floats = [v.aval for v in eqn.invars if is_inexact(v)]
     iteration = fault.indices(program.places)
@@ -285,12 +287,21 @@ def _coordinates(device: int, axes: dict[str, int]) -> str:
     return ", ".join(f"{axis}={int(i)}" for axis, i in zip(axes, indices, strict=True))
 
 
-def _has_rounded_constant(block: Block) -> bool:
-    """Whether a half constant of the program is zero or infinite, possibly because it was rounded."""
-    read = (v for p in block.places() for v in p.eqn.invars)
-    values = [v.val for v in read if isinstance(v, compat.Literal) and is_half(v)]
-    values += [c for c in block.consts if c.dtype in HALF_DTYPES and c.size == 1]
-    return any(v == 0 or not np.isfinite(np.float32(v)) for v in (np.reshape(v, ()) for v in values if np.size(v) == 1))
+def _lost_constants(block: Block, place: Site, original: Callable[[], TracedCall]) -> tuple[str, bool]:
+    """The constants that half made zero or inf, in words; and whether others of the operation's line may be some."""
+    places = [site for site in block.places() if not site.blocks]
+    found = [lost for lost in lost_constants(places, original) if abs(lost.value) != 1 and lost.written is not None]
+    near = [lost for lost in found if lost.site.source == place.source] or found
+    here = (v.val for site in places if site.source == place.source for v in site.invars if is_suspect(v))
+    outside = (c for c in block.consts if is_half(c) and np.size(c) == 1)
+    doubtful = any(float(value) == 0 for value in (*here, *outside))
+    return "; ".join(dict.fromkeys(f"{lost.text}, at {lost.site.source}" for lost in near)), doubtful
+
+
+def _amplified_rounding(block: Block, place: Site) -> str:
+    """The rounding that an operation amplifies, in words; empty if there is none."""
+    found = (each for each in amplified(block) if (each.site.name, each.site.source) == (place.name, place.source))
+    return next((f"it reads {each.text}" for each in found), "")
 
 
 def _is_derivative_of_sqrt(block: Block, place: Site) -> bool:

@@ -138,7 +138,9 @@ class Symptoms:
         float8: The float8 dtype of its result; empty for other dtypes.
         constant: Whether the operation only reads an infinite constant.
         opaque: Whether the operation can run only in the dtypes it was traced for.
-        rounded: Whether the program has half constants that may have been rounded to zero or inf.
+        constants: The constants of the program that half made zero or inf, with what was written and the lines.
+        doubtful: Whether a constant of the line is zero in half, and it is not known what was written.
+        rounding: What was rounded before, if the operation amplifies it, and the line that rounded it.
         where_gradient: Whether the fault only matters in the backward pass, which has a `where` that selects zeros.
         float32_is_fine: Returns whether the function is finite when traced in float32; None if unknown.
     """
@@ -157,7 +159,9 @@ class Symptoms:
     of_sqrt: bool = False
     float8: str = ""
     opaque: bool = False
-    rounded: bool = False
+    constants: str = ""
+    doubtful: bool = False
+    rounding: str = ""
     where_gradient: bool = False
     float32_is_fine: Callable[[], bool | None] = lambda: False
 
@@ -192,12 +196,12 @@ def diagnosis_of(found: Symptoms) -> str:
         fine = found.float32_is_fine() if found.half else False
         if fine:
             text = f"{found.half} alone: traced with float32 arguments, all results are finite"
-            if found.rounded:
-                text += f" (a constant may have become zero or inf when it met {found.half} arrays)"
-            return "; ".join([*causes, f"{text}: keep this part in float32"])
+            return "; ".join([*causes, *_named(found), f"{text}: keep this part in float32"])
         if found.where_gradient:
             return "; ".join([*causes, _WHERE_GRADIENT])
-        if fine is None and (found.opaque or found.rounded):
+        if not fine and found.constants:
+            return "; ".join([*causes, found.constants, "write one that half holds, or keep this part in float32"])
+        if (fine is None and found.opaque) or found.doubtful:
             why = f"{found.primitive} can't be run in another dtype" if found.opaque else "a constant may be rounded"
             return "; ".join([*causes, f"cannot tell whether float32 fails too ({why}): trace the function in float32"])
         fails = "float32 fails too" if found.half else "the program is in float32 here"
@@ -211,7 +215,13 @@ def diagnosis_of(found: Symptoms) -> str:
             text += "; in the backward pass: if the loss is scaled, a smaller loss scale may keep it in range"
         return text
     lost = _lost(found, cause)
-    return f"{cause or 'NaN'} in {found.half} alone {shown}{lost}: keep this part in float32"
+    text = "; ".join([f"{cause or 'NaN'} in {found.half} alone {shown}{lost}", *_named(found)])
+    return f"{text}: keep {'what it reads' if found.rounding else 'this part'} in float32"
+
+
+def _named(found: Symptoms) -> list[str]:
+    """The lines that caused the fault, where they are others than its own."""
+    return [text for text in (found.constants, found.rounding) if text]
 
 
 # From finite operands, an infinite result of these is an overflow.
