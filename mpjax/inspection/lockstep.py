@@ -18,7 +18,7 @@ from mpjax.program import compat
 from mpjax.program.evaluator import evaluate
 from mpjax.program.graph import Block, Site
 from mpjax.program.host import in_host_memory
-from mpjax.program.interpreter import Eager, Instrumented, Key, Probe, bound, is_float, is_low, widened
+from mpjax.program.interpreter import Eager, Instrumented, Key, Probe, bound, is_float, is_half, is_low, widened
 from mpjax.program.primitives import primitive
 from mpjax.program.source import informative_frame
 
@@ -190,18 +190,36 @@ class Lockstep(Instrumented):
 
     def _bound(self, place: Site, ins: Sequence[Any]) -> list[Any]:
         eqn = place.eqn
-        exact = bound(_at_full_precision(eqn), [x.exact for x in ins], True)
+        eqn = _at_full_precision(eqn)
+        exact = bound(eqn, [x.exact for x in ins], True)
         in_half = any(map(is_low, (*eqn.invars, *eqn.outvars)))
-        half = (
-            exact if not in_half and all(x.half is x.exact for x in ins) else bound(eqn, [x.half for x in ins], False)
-        )
+        half = exact if not in_half and all(x.half is x.exact for x in ins) else _as_stored(eqn, [x.half for x in ins])
         if all(x.fresh is x.half for x in ins):
             fresh = half
         elif not in_half and all(x.fresh is x.exact for x in ins):
             fresh = exact
         else:
-            fresh = bound(eqn, [x.fresh for x in ins], False)
+            fresh = _as_stored(eqn, [x.fresh for x in ins])
         return [Values(*each) for each in zip(exact, half, fresh, strict=True)]
+
+
+def _as_stored(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
+    """The results of an equation of a half program, computed in float32 and rounded to the dtypes that it stores.
+
+    An operation of half does the same inside, and one of float32 is compiled already.
+    """
+    if any(is_low(v) and not is_half(v) for v in (*eqn.invars, *eqn.outvars)):
+        return bound(eqn, arrays, False)
+    return [
+        _narrowed(x, v.aval) if is_half(v) else x for x, v in zip(bound(eqn, arrays, True), eqn.outvars, strict=True)
+    ]
+
+
+def _narrowed(x: Any, aval: Any) -> Any:
+    if not in_host_memory(x):
+        return lax.convert_element_type(x, aval.dtype)
+    with np.errstate(all="ignore"):
+        return np.asarray(x).astype(aval.dtype)
 
 
 class EagerLockstep(Eager, Lockstep):

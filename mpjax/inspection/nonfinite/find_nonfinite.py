@@ -24,7 +24,7 @@ from mpjax.inspection.trials import argument_name, trace_to_run
 from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
 from mpjax.program.graph import NOBODY, Block, Owners, Site, lay_out, owners_of, walk
-from mpjax.program.interpreter import COMPILER_OPTIONS, Eager, Instrumented, Key, is_half, is_inexact, widened
+from mpjax.program.interpreter import Eager, Instrumented, Key, is_half, is_inexact, widened
 from mpjax.program.primitives import MATMULS, Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD
 from mpjax.program.tracing import TracedCall
@@ -33,9 +33,8 @@ from mpjax.program.tracing import TracedCall
 def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None = None) -> NonFinite | None:
     """Finds the first operation that made an inf or NaN from finite inputs, in the forward or the backward pass.
 
-    Traces `fun` and runs its program under `jit`, with each operation as written. Only if a result or a check is not
-    finite, the program runs again operation by operation, and each result gets a code: finite, inf or NaN. The codes
-    give the source of each value that is not finite:
+    Traces `fun` and runs its program operation by operation, each as written, which takes less time than compiling it.
+    Each result gets a code: finite, inf or NaN. The codes give the source of each value that is not finite:
 
         result is finite                 none (softmax or a `where` removed a masked -inf)
         an operand is not finite         the source of that operand
@@ -73,12 +72,11 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     kwargs = dict(kwargs or {})
     traced = trace_to_run("find_nonfinite", fun, args, kwargs)
     program = _Examined(traced, owners_of(traced.jaxpr, traced.names))
-    fault = _search(program)
+    fault, outs = _search(program)
     if fault is None:
         return None
     if fault.is_argument:
         return _in_argument(program, fault.number)
-    outs = program.watched().codes
     found = _examined(program, fault, outs, functools.cache(functools.partial(in_float32, fun, args, kwargs)))
     bad = [name for name, code in zip(_result_names(traced), outs, strict=True) if code]
     return dataclasses.replace(found, result=bad[0] if bad else None)
@@ -102,8 +100,7 @@ class _Watched(NamedTuple):
 class _Examined:
     """A program laid out. Its leaves are its arguments, followed by the arrays that it closes over."""
 
-    def __init__(self, traced: TracedCall, owners: Owners = NOBODY, eager: bool = False):
-        self.eager = eager  # whether most of its operations are compiled already
+    def __init__(self, traced: TracedCall, owners: Owners = NOBODY):
         self.block = lay_out(traced.jaxpr, owners=owners)
         self.names, self.leaves = traced.names, [*traced.arrays, *self.block.consts]
         self.places = {place.number: place for place in self.block.places()}
@@ -127,25 +124,15 @@ class _Examined:
 
     def _watched(self, fault: Provenance | None = None, span: tuple[int, int] = (0, 0)) -> _Watched:
         """Runs the program; with a fault, with its elements made finite except those in a span of positions."""
-
-        def watch(leaves: Sequence[Any]) -> Any:
-            outs, notes = self.run(evaluation, leaves)
-            return notes, _codes(outs)
-
-        evaluation: Instrumented
-        if fault is None and not self.eager:
-            # Most programs are finite. As a whole, they compile fast and need no more memory than a step.
-            evaluation = Instrumented(WatchProbe())
-            found = jax.device_get(jax.jit(watch, compiler_options=COMPILER_OPTIONS)(self.leaves))
-        else:
-            if fault is None or self._evaluation is None:  # which compiles loops once
-                replace = finite_but(probe := WatchProbe(), fault, self._alike(fault))
-                self._evaluation = Eager(probe, replace=Partial(replace, None))
-            evaluation = self._evaluation
-            assert evaluation.replace is not None
-            evaluation.replace = Partial(evaluation.replace.func, jax.tree.map(np.int32, span))
-            found = jax.device_get(watch(self.leaves))
-        return _Watched(*watched(found[0]), found[1])
+        if fault is None or self._evaluation is None:  # which compiles loops once
+            replace = finite_but(probe := WatchProbe(), fault, self._alike(fault))
+            self._evaluation = Eager(probe, replace=Partial(replace, None))
+        evaluation = self._evaluation
+        assert evaluation.replace is not None
+        evaluation.replace = Partial(evaluation.replace.func, jax.tree.map(np.int32, span))
+        outs, notes = self.run(evaluation, self.leaves)
+        codes, notes = jax.device_get((_codes(outs), notes))
+        return _Watched(*watched(notes), codes)
 
     def _alike(self, fault: Provenance | None) -> set[int]:
         """The equation of a fault, and the same operation of the same line in repeated layers."""
@@ -154,17 +141,14 @@ class _Examined:
         return {place.number for place in others if here is not None and place.source == here.source}
 
 
-def _search(program: _Examined) -> Provenance | None:
-    """The first fault. A finite program runs only once."""
-    trips: dict[int, int] = {}
-    if not program.eager or any(place.name == "while" for place in program.places.values()):
-        seen = program.watched()
-        if not seen.failed and not any(seen.codes):
-            return None
-        trips = seen.trips
+def _search(program: _Examined) -> tuple[Provenance | None, Sequence[int]]:
+    """The first fault, and the codes of the results. A program without `while` runs only once."""
+    has_while = any(place.name == "while" for place in program.places.values())
+    trips = program.watched().trips if has_while else {}
     outs, notes = program.run(Eager(CodeProbe(program.block, trips)), program.leaves)
-    fault, program.entry = first_fault(program.block, *jax.device_get((_codes(program.leaves), _codes(outs), notes)))
-    return fault
+    codes = jax.device_get(_codes(outs))
+    fault, program.entry = first_fault(program.block, *jax.device_get((_codes(program.leaves), codes, notes)))
+    return fault, codes
 
 
 def _first_that_reaches(program: _Examined, fault: Provenance, first: int, positions: int) -> int:
@@ -204,7 +188,7 @@ def _float32_is_fine(original: Callable[[], TracedCall]) -> bool | None:
     """
     try:
         traced = original()
-        if _search(_Examined(traced, eager=True)) is None:
+        if _search(_Examined(traced))[0] is None:
             return True
     except Exception:  # The function may require half arguments.
         return None
