@@ -17,8 +17,8 @@ from mpjax.inspection.auditing.amplified import amplified
 from mpjax.inspection.auditing.constants import in_float32, is_suspect, lost_constants
 from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite_but
 from mpjax.inspection.nonfinite.provenance import CodeProbe, Provenance, WatchProbe, code_of, first_fault, watched
+from mpjax.inspection.nonfinite.report import GROWING, OperandRange, Symptoms, diagnosis_of
 from mpjax.inspection.nonfinite.report import NonFinite as NonFinite
-from mpjax.inspection.nonfinite.report import OperandRange, Symptoms, diagnosis_of
 from mpjax.inspection.reports import array_text
 from mpjax.inspection.trials import argument_name, trace_to_run
 from mpjax.policy import HALF_DTYPES
@@ -207,7 +207,7 @@ def _examined(
     axes = dict(place.axes)
     size = max(v.aval.size for v in place.eqn.outvars if is_inexact(v))
     _, here = program.point(fault)
-    if not fault.is_constant:
+    if not fault.is_constant and here["count"] > 1:
         _, index, device = map(int, here["index"])
         first = device * size + index
         position = _first_that_reaches(program, fault, first, size * math.prod(axes.values()))
@@ -220,10 +220,12 @@ def _examined(
     derivative = place.phase == FORWARD and place.number not in _primal(block, _variables(block.jaxpr.outvars))
     element = tuple(int(i) for i in np.unravel_index(index, out.shape)) if out.shape else ()
     value = float(there["value"]) if reached else None
-    constants, doubtful = _lost_constants(block, place, original)
+    kind = "nan" if np.isnan(here["value"]) else "inf"
+    overflows = kind == "inf" and place.name in GROWING
+    constants, doubtful = ("", False) if overflows else _lost_constants(block, place, original)
     evidence = Symptoms(
         primitive=place.name,
-        kind="nan" if np.isnan(here["value"]) else "inf",
+        kind=kind,
         half=_half_name(block, eqn),
         half_here=is_half(eqn.outvars[0]) or any(map(is_half, eqn.invars)),
         operands=tuple(map(float, here["operands"])),

@@ -189,7 +189,7 @@ def diagnosis_of(found: Symptoms) -> str:
     if found.derivative and cause and not found.of_sqrt:
         cause = f"a derivative that is not finite here: {cause}"
     value = found.local if found.float32 is None else found.float32
-    if not cause and found.half is None and found.kind == "inf" and found.primitive in _GROWING:
+    if not cause and found.half is None and found.kind == "inf" and found.primitive in GROWING:
         cause = "overflow of the operation's own dtype"
     causes = [cause] if cause else []
     if not math.isfinite(value):
@@ -225,7 +225,7 @@ def _named(found: Symptoms) -> list[str]:
 
 
 # From finite operands, an infinite result of these is an overflow.
-_GROWING = "mul add sub add_any dot_general conv_general_dilated reduce_sum cumsum integer_pow square".split()
+GROWING = "mul add sub add_any dot_general conv_general_dilated reduce_sum cumsum integer_pow square".split()
 
 
 def number(value: float) -> str:
