@@ -1,8 +1,8 @@
 """Planted roundings that are amplified, alone and beside a second cause; registered as those of `benchmarks.planted`.
 
-The code stores a value in bfloat16 by hand, and computes in float32. `audit` must name both lines, `layerwise_error` the
-line where the total error jumps, and the cure that is printed, float32 between the two lines, must work. A second cause
-elsewhere must be named beside it: an epsilon of a half argument, an overflow, a constant that becomes 1.
+The code stores a value in bfloat16 by hand, and computes in float32. `audit` must name both lines, `layerwise_error`
+the line where the total error jumps, and the cure that is printed, float32 between the two lines, must work. A second
+cause elsewhere must be named beside it: an epsilon of a half argument, an overflow, a constant that becomes 1.
 """
 
 from __future__ import annotations

@@ -164,6 +164,7 @@ def _share(error: float | None) -> str:
 _FIRST_SCALE, _BACKOFF, _LAST_SCALE = 2.0**15, 2.0**5, 1.0
 _MOST_PASSES = 13  # each traces and runs the gradient once: about half of the time of compiling it
 _PRIMITIVES = 2  # tried alone
+_OTHERS = 0.1  # the squared score of a primitive in all other places, over that in its only place
 _WORTH = 0.9  # the share of the FLOPs in half that such a rule must leave there
 
 
@@ -182,7 +183,7 @@ def search(
     Under a policy with float8 matmuls, the modules whose matmuls must stay in the compute dtype, bfloat16.
 
         score each module, or line of code in no module    Σ ‖gradient × rounding error‖ over its results in half
-        residual_stream="float32"; deny=[primitive]        for the primitives with the highest scores
+        residual_stream="float32"; deny=[primitive]        for the primitives with the highest scores in several places
         deny=[the 1, 2, 4, ... highest-scored modules]     until the budget is met
         return modules to half while it is met             the least sensitive first
 
@@ -238,9 +239,9 @@ def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchR
     kept, needed, rule = Names(), True, None
     finite = all(np.isfinite(np.asarray(x)).all() for x in passes.expected)
     if finite and not before <= budget:
-        by_place, by_primitive = passes.scores()
+        by_place, primitives = passes.scores()
         scores = by_place
-        rule = next((rule for rule in _rules(passes, by_primitive) if passes.is_enough(rule, budget)), None)
+        rule = next((rule for rule in _rules(passes, primitives) if passes.is_enough(rule, budget)), None)
         if rule is None:
             kept, needed = _fewest(passes, [*by_place], budget)
     total = sum(flops.values()) or 1
@@ -273,11 +274,11 @@ class Single(str):
     """One rule as it is written, in place of modules: `deny=["tanh"]`."""
 
 
-def _rules(passes: _Passes, by_primitive: Mapping[str, float]) -> Iterator[Single]:
+def _rules(passes: _Passes, primitives: Sequence[str]) -> Iterator[Single]:
     """The rules that are tried before any module: they keep matmuls in half, and cure most loops and likelihoods."""
     if passes.policy.matmul_dtype is None:
         yield Single('residual_stream="float32"')
-        for name in [*by_primitive][:_PRIMITIVES]:
+        for name in primitives[:_PRIMITIVES]:
             yield Single(f'deny=["{name}"]')
 
 
@@ -381,20 +382,24 @@ class _Passes:
             warnings.simplefilter("ignore")  # about operations left in float32, as intended here
             return Trial("search", self._under(key), self.args)
 
-    def scores(self) -> tuple[dict[str, float], dict[str, float]]:
-        """The scores of modules and lines, and of primitives that are no matmuls, highest first; takes one pass."""
+    def scores(self) -> tuple[dict[str, float], list[str]]:
+        """The scores of modules and lines, and the primitives that lose in several of them, highest first; one pass."""
         self.count += 1
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = rounding_scores("search", self._under(()), self.args)
         squares = [(site, score**2) for site, score in found]
         by_place = totals((name, square) for site, square in squares if (name := self._name(site)))
-        by_primitive = totals((site.name, square) for site, square in squares if _is_denied(site))
+        places = totals(((site.name, self._name(site)), square) for site, square in squares if _is_denied(site))
+        by_primitive = totals((name, square) for (name, _), square in places.items())
+        # What a primitive does in one place alone is a matter of that place.
+        rest = {key: sum(s for k, s in places.items() if k[0] == key[0] and k != key) for key in places}
+        alone = {key[0] for key, square in places.items() if rest[key] <= _OTHERS * square and rest[key] < math.inf}
         # A rule on a module applies to its submodules too, so parents come after their children.
         held = {path: sum(other != path for other in by_place if is_covered(other, [path])) for path in by_place}
         ranked = sorted(by_place, key=lambda path: (math.isfinite(by_place[path]), held[path], -by_place[path]))
-        by_primitive = dict(sorted(by_primitive.items(), key=lambda pair: -pair[1]))
-        return {path: math.sqrt(by_place[path]) for path in ranked}, by_primitive
+        primitives = sorted((name for name in by_primitive if name not in alone), key=lambda name: -by_primitive[name])
+        return {path: math.sqrt(by_place[path]) for path in ranked}, primitives
 
     @staticmethod
     def _name(site: Site) -> str:

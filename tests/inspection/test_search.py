@@ -290,5 +290,21 @@ def test_a_module_that_overflows_is_named_and_not_one_that_reads_it():
     w = np.random.default_rng(1).normal(size=(32, 32)).astype(np.float32) / 6
     report = mpjax.search(loss, w, X)
     assert (report.modules[0].name, report.modules[0].score) == ("hot", float("inf"))
-    assert (report.rules.deny, report.added, report.half_share) == (("mul",), 'deny=["mul"]', 1.0)
+    assert report.keep_float32 == ("hot",)
+    assert report.met
+
+
+def test_a_primitive_that_loses_in_several_places_is_one_rule():
+    def loss(w, x):
+        for i in range(4):
+            with jax.named_scope(f"layer_{i}"):
+                y = x @ w
+                x = jnp.tanh(y) + (300 * y) * (300 * y) / 9e4
+        return jnp.mean(x**2)
+
+    w = np.random.default_rng(1).normal(size=(32, 32)).astype(np.float32) / 9
+    report = mpjax.search(loss, w, X, budget=0.02)
+    assert (report.keep_float32, report.rules.deny, report.added) == ((), ("mul",), 'deny=["mul"]')
+    assert report.half_share == 1.0
+    assert report.text().startswith('one rule meets the budget: deny=["mul"]\n')
     assert report.met
