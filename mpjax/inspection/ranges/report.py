@@ -82,8 +82,8 @@ class NumericsReport(Report):
         gradients: The same ranges in the backward pass, without gradients of parameters.
         parameters: Ranges of the gradients of parameters, by tree path, times the loss scale.
         by_op: Ranges of all arithmetic in both passes, by operation and source line, in program order.
-        gradient_exponents: The number of values of `gradients` per exponent of two, at the loss scale; of those that the
-            program computes in half, if there are any.
+        gradient_exponents: The number of values of `gradients` per exponent of two, at the loss scale; of those in half
+            only, if there are any.
         largest_safe_scale: The largest power of two at which no gradient overflows. None if all gradients are
             zero, or if they are not finite in float32 either.
         init_scale: The recommended `init_scale` for `dynamic_loss_scale`: `largest_safe_scale / 4`, because gradients
