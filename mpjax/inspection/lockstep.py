@@ -190,6 +190,8 @@ class Lockstep(Instrumented):
 
     def _bound(self, place: Site, ins: Sequence[Any]) -> list[Any]:
         eqn = place.eqn
+        if primitive(place.name).identity:
+            return [ins[0]]
         eqn = _at_full_precision(eqn)
         exact = bound(eqn, [x.exact for x in ins], True)
         in_half = any(map(is_low, (*eqn.invars, *eqn.outvars)))
@@ -211,15 +213,16 @@ def _as_stored(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     if any(is_low(v) and not is_half(v) for v in (*eqn.invars, *eqn.outvars)):
         return bound(eqn, arrays, False)
     return [
-        _narrowed(x, v.aval) if is_half(v) else x for x, v in zip(bound(eqn, arrays, True), eqn.outvars, strict=True)
+        _narrowed(x, v.aval.dtype) if is_half(v) else x
+        for x, v in zip(bound(eqn, arrays, True), eqn.outvars, strict=True)
     ]
 
 
-def _narrowed(x: Any, aval: Any) -> Any:
+def _narrowed(x: Any, dtype: Any) -> Any:
     if not in_host_memory(x):
-        return lax.convert_element_type(x, aval.dtype)
+        return lax.convert_element_type(x, dtype)
     with np.errstate(all="ignore"):
-        return np.asarray(x).astype(aval.dtype)
+        return np.asarray(x).astype(dtype)
 
 
 class EagerLockstep(Eager, Lockstep):
@@ -242,8 +245,10 @@ def _from_outside(x: Values) -> Values:
     """A value from another module, with `fresh` reset to the exact value rounded to the dtype in the program."""
     if x.half is x.exact:
         return Values(x.exact, x.half, x.exact)
-    same = jnp.result_type(x.exact) == jnp.result_type(x.half)
-    return Values(x.exact, x.half, x.exact if same else cast(x.exact, jnp.result_type(x.half)))
+    dtype = jnp.result_type(x.half)
+    if jnp.result_type(x.exact) == dtype:
+        return Values(x.exact, x.half, x.exact)
+    return Values(x.exact, x.half, _narrowed(x.exact, dtype) if is_half(x.half) else cast(x.exact, dtype))
 
 
 class _Equation(NamedTuple):
