@@ -7,6 +7,7 @@ import pytest
 
 import mpjax
 from testing.sensitive import KINDS
+from testing.zoo import REGISTRY, harness
 
 F32, I32 = jnp.float32, jnp.int32
 X = jax.ShapeDtypeStruct((16, 16), F32)
@@ -158,3 +159,12 @@ def test_a_rule_that_the_user_forced_is_named():
     assert not mpjax.audit(mpjax.autocast(loss, "mixed_bfloat16"), X, X).risks
     found = mpjax.audit(mpjax.autocast(loss, "mixed_bfloat16", rules=forced), X, X).risks
     assert any("near-equal numbers cancel" in risk.why for risk in found)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.standard_promotion
+def test_healthy_programs_have_no_such_risk(name):
+    loss, params, batch = harness.abstract(name)
+    found = mpjax.audit(mpjax.autocast(loss, "mixed_bfloat16"), params, batch).risks
+    assert not [risk for risk in found if risk.kind in ("amplified", "ids", "constant", "epsilon", "norm")], found
