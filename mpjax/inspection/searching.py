@@ -382,12 +382,15 @@ class _Passes:
             warnings.simplefilter("ignore")  # about operations left in float32, as intended here
             return Trial("search", self._under(key), self.args)
 
-    def scores(self) -> tuple[dict[str, float], list[str]]:
+    def scores(self) -> tuple[dict[str, float | None], list[str]]:
         """The scores of modules and lines, and the primitives that lose in several of them, highest first; one pass."""
         self.count += 1
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = rounding_scores("search", self._under(()), self.args)
+            try:
+                found = rounding_scores("search", self._under(()), self.args)
+            except ValueError:  # A loop that only a derivative rule of the user's differentiates: by work, unscored.
+                return dict.fromkeys(sorted(flops := self.flops(), key=lambda name: -flops[name])), []
         squares = [(site, score**2) for site, score in found]
         by_place = totals((name, square) for site, square in squares if (name := self._name(site)))
         places = totals(((site.name, self._name(site)), square) for site, square in squares if _is_denied(site))

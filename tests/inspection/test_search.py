@@ -308,3 +308,20 @@ def test_a_primitive_that_loses_in_several_places_is_one_rule():
     assert report.half_share == 1.0
     assert report.text().startswith('one rule meets the budget: deny=["mul"]\n')
     assert report.met
+
+
+def test_a_loop_that_only_its_own_rule_differentiates_is_searched_without_scores():
+    @jax.custom_vjp
+    def fixed_point(w, x):
+        return jax.lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w + x)), (0, x))[1]
+
+    fixed_point.defvjp(lambda w, x: (fixed_point(w, x), (w, x)), lambda saved, g: (saved[1].T @ g, g))
+
+    def loss(w, x):
+        return jnp.mean(((3e3 * fixed_point(w, x)) @ (3e3 * w)) ** 2) * 1e-10
+
+    w = np.random.default_rng(1).normal(size=(32, 32)).astype(np.float32) / 6
+    report = mpjax.search(loss, w, X)
+    assert report.met, report.text()
+    assert report.error < report.error_before
+    assert {row.score for row in report.modules} == {None}
