@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -13,6 +14,7 @@ from mpjax.policy import path_matches
 from mpjax.program import compat
 from mpjax.program.primitives import TABLE, Op
 from mpjax.program.primitives import primitive as primitive_row
+from mpjax.program.source import source_line
 
 Predicate = Callable[[Any, Mapping[str, Any], tuple[Any, ...]], bool]
 Entry = str | Predicate
@@ -57,6 +59,7 @@ class Rules:
     - the name of a primitive, `"reduce_max"`;
     - a pattern over module paths and named scopes, which contains a `/` or a `*`:
       `"decoder/head"`, `"*/LayerNorm_*"`; it also matches everything below the path;
+    - a source line, `"train.py:41"`, for code in no module: all that the line computes or calls;
     - a predicate `f(primitive, params, avals) -> bool`, called with the primitive, its parameters
       and the abstract values of its inputs.
 
@@ -166,6 +169,8 @@ class Rules:
         for entry, op in self.entries:
             if callable(entry):
                 matches = entry(eqn.primitive, eqn.params, tuple(v.aval for v in eqn.invars))
+            elif is_line(entry):
+                matches = source_line(eqn) == entry
             elif is_pattern(entry):
                 matches = any(path_matches(path, entry) for path in paths)
             else:
@@ -193,8 +198,13 @@ def is_pattern(entry: str) -> bool:
     return "/" in entry or "*" in entry
 
 
+def is_line(entry: str) -> bool:
+    """Whether an entry is a source line, as `train.py:41`, in the form that reports print."""
+    return bool(re.fullmatch(r"[^/*]+:\d+", entry))
+
+
 def _rank(entry: Entry) -> int:
-    return 0 if callable(entry) else 1 if is_pattern(entry) else 2
+    return 0 if callable(entry) else 1 if is_pattern(entry) or is_line(entry) else 2
 
 
 def _entries(where: str, entries: Any) -> tuple[Entry, ...]:
@@ -206,7 +216,8 @@ def _entries(where: str, entries: Any) -> tuple[Entry, ...]:
             continue
         if not isinstance(entry, str) or not entry:
             raise ValueError(f"{where}: {entry!r} is neither a name, a pattern nor a predicate.")
-        if not is_pattern(entry) and entry not in TABLE and entry not in compat.known_primitives():
+        named = not is_pattern(entry) and not is_line(entry)
+        if named and entry not in TABLE and entry not in compat.known_primitives():
             close = difflib.get_close_matches(entry, {*TABLE, *compat.known_primitives()}, 1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise ValueError(

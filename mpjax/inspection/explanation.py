@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mpjax.casting.autocast import planned_call
 from mpjax.casting.plan import Plan
 from mpjax.casting.rows import Row, rows_of, unseen_of
-from mpjax.inspection.reports import Report, Section, amount, short_dtypes, totals
+from mpjax.inspection.reports import Report, Section, amount, folded, short_dtypes, totals
 from mpjax.program.formats import NAMES
 from mpjax.program.source import FORWARD
 
@@ -18,7 +18,10 @@ _SHOWN = 60
 
 @dataclasses.dataclass(frozen=True)
 class Explanation(Report):
-    """The plan of a function. `print` it (`text(all=True)` has all rows of a long plan), or read its `rows`.
+    """The plan of a function. `print` it, or read its `rows`.
+
+    The table folds the rows of repeated modules, and those of a line that only follow the dtypes of their operands;
+    `rows`, JSON and CSV have each.
 
     Args:
         rows: Rows in program order.
@@ -72,11 +75,19 @@ class Explanation(Report):
         return [self._finding(), self._rows()]
 
     def _rows(self) -> Section:
-        """One line per row, with the pass if the program computes a gradient."""
-        if any(row.phase != FORWARD and not row.rule for row in self.rows):
-            rows = [(*cells[:2], row.phase, *cells[2:]) for row in self.rows for cells in [_cells(row)]]
-            return Section("", "", "module|line|pass|op|>runs|>FLOPs|in|out|why", rows, shown=_SHOWN)
-        return Section("", "", "module|line|op|>runs|>FLOPs|in|out|why", [*map(_cells, self.rows)], shown=_SHOWN)
+        """One line for the rows that differ only in what they compute, with the pass if there is a gradient."""
+        names, alike = folded(row.module for row in self.rows), dict[Any, list[Row]]()
+        for row in self.rows:
+            follows = row.list in ("infer", "wide") and not row.flops
+            planned = "" if follows else (row.op, row.why)
+            marks = row.phase, row.recomputed, row.rule
+            key = names[row.module], row.source, _short(row.dtypes_in), _short(row.dtypes_out), marks, planned
+            alike.setdefault(key, []).append(row)
+        rows = [_cells(key[0], found) for key, found in alike.items()]
+        columns = "module|line|pass|op|>runs|>FLOPs|in|out|why"
+        if all(row.phase == FORWARD or row.rule for row in self.rows):
+            columns, rows = columns.replace("|pass", ""), [(*cells[:2], *cells[3:]) for cells in rows]
+        return Section("", "", columns, rows, shown=_SHOWN)
 
     def _finding(self) -> Section:
         parts = ", ".join(f"{amount(n, 'FLOP')} in {dtype}" for dtype, n in sorted(self.flops.items()))
@@ -94,17 +105,20 @@ class Explanation(Report):
         return Section("", "\n".join(lines))
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    why = row.why + (" ↻" if row.recomputed else "") + (" ∂" if row.rule else "")
-    dtypes = _short(row.dtypes_in), _short(row.dtypes_out)
+def _cells(module: str, alike: Sequence[Row]) -> tuple[str, ...]:
+    """One line of the table. Operations that follow the dtypes of their operands may be several."""
+    first, reasons = alike[0], dict.fromkeys(row.why for row in alike)
+    why = next(iter(reasons)) if len(reasons) == 1 else "infer: follows its operands"
     return (
-        row.module or "-",
-        row.source,
-        row.op,
-        str(row.count),
-        amount(row.flops, "") if row.flops else "",
-        *dtypes,
-        why,
+        module or "-",
+        first.source,
+        first.phase,
+        ", ".join(dict.fromkeys(row.op for row in alike)),
+        str(sum(row.count for row in alike)),
+        amount(flops, "FLOP") if (flops := sum(row.flops for row in alike)) else "",
+        _short(first.dtypes_in),
+        _short(first.dtypes_out),
+        why + (" ↻" if first.recomputed else "") + (" ∂" if first.rule else ""),
     )
 
 

@@ -11,16 +11,18 @@ import jax
 import numpy as np
 
 from mpjax.casting.classify import default_listing
-from mpjax.inspection.lockstep import Group, error_note, evaluated, grouped
+from mpjax.inspection.lockstep import Group, Grouped, error_note, grouped
+from mpjax.inspection.lockstep import evaluated as evaluated_of
 from mpjax.inspection.ranges.activations import equations_of_gradients
 from mpjax.inspection.reports import Report, Section, folded_rows, percent, short_dtypes
 from mpjax.inspection.trials import Loss, scale_state, trace_to_run
+from mpjax.program import compat
 from mpjax.program.formats import SCALED
 from mpjax.program.graph import Block, lay_out
-from mpjax.program.interpreter import is_half, is_low
+from mpjax.program.interpreter import is_float, is_half, is_low
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import Op
-from mpjax.program.source import BACKWARD
+from mpjax.program.source import BACKWARD, FORWARD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +73,22 @@ class ParameterError:
 
 
 @dataclasses.dataclass(frozen=True)
+class Jump:
+    """The first line of the forward pass where the program's error grows by a large factor.
+
+    Args:
+        module, source, op: The module path, the line and the primitive.
+        before, after: The largest relative error of its operands, and that of its result.
+    """
+
+    module: str
+    source: str
+    op: str
+    before: float
+    after: float
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerwiseReport(Report):
     """The errors of a program in half, by module. Print it to read the report.
 
@@ -82,6 +100,7 @@ class LayerwiseReport(Report):
         parameters: The errors of the parameters' gradients, the largest share first.
         unseen: Operations whose internals are not visible (Pallas kernels, callbacks).
         reference_is_finite: Whether loss and gradients are finite in float32.
+        jump: Where the total error jumps; None if it stays that of rounding, or grows little by little.
     """
 
     function: str
@@ -91,6 +110,7 @@ class LayerwiseReport(Report):
     parameters: tuple[ParameterError, ...]
     unseen: tuple[str, ...] = ()
     reference_is_finite: bool = True
+    jump: Jump | None = None
 
     main = "modules"
 
@@ -139,6 +159,12 @@ class LayerwiseReport(Report):
         ]
         if not self.reference_is_finite:
             return [*lines, "loss or gradients are not finite in float32 either: mpjax.find_nonfinite shows where"]
+        if self.jump is not None:
+            where = f" ({self.jump.module})" if self.jump.module else ""
+            lines.append(
+                f"the total error jumps at {self.jump.source or 'an unknown line'}{where}: from "
+                f"{percent(self.jump.before)} to {percent(self.jump.after)} by {self.jump.op}"
+            )
         worst = [row for row in self.modules if row.error > 0][:1]
         for row in worst:
             where = f" ({row.op} at {row.source})" if row.source else ""
@@ -224,17 +250,12 @@ def layerwise_error(
     return _report(fun, evaluated)
 
 
-def errors_by_module(caller: str, loss: Loss, args: Sequence[Any], state: Any) -> list[LayerError]:
-    """The rows by module; empty if nothing is half."""
-    evaluated = _evaluate(caller, loss, args, state)
-    return [] if evaluated is None else _modules(evaluated)
-
-
 class _Evaluated(NamedTuple):
     """The gradient's program, its groups, its noted errors, its results and the names of the gradients."""
 
     block: Block
-    groups: Mapping[int, Group]
+    arrays: Sequence[Any]
+    found: Grouped
     notes: Mapping[Any, Any]
     outs: Sequence[Any]
     names: list[str]
@@ -248,8 +269,8 @@ def _evaluate(caller: str, loss: Loss, args: Sequence[Any], state: Any) -> _Eval
     if not any(is_half(v) for place in block.places() for v in (*place.eqn.invars, *place.eqn.outvars)):
         return None
     found = grouped(block)
-    outs, notes = evaluated(block, found, program.arrays)
-    return _Evaluated(block, found.groups, jax.device_get(notes), outs, names)
+    outs, notes = evaluated_of(block, found, program.arrays, found.passed_on)
+    return _Evaluated(block, program.arrays, found, jax.device_get(notes), outs, names)
 
 
 def _report(fun: Any, found: _Evaluated) -> LayerwiseReport:
@@ -266,6 +287,7 @@ def _report(fun: Any, found: _Evaluated) -> LayerwiseReport:
         function=getattr(fun, "__name__", type(fun).__name__),
         loss_error=_error([loss], 1),
         gradient_error=_error(grads, 1),
+        jump=_jump(found, max(_error([loss], 1), _error(grads, 1))),
         modules=tuple(_modules(found)),
         parameters=tuple(sorted(parameters, key=lambda row: -row.share)),
         unseen=found.block.not_entered(),
@@ -275,7 +297,7 @@ def _report(fun: Any, found: _Evaluated) -> LayerwiseReport:
 
 def _modules(evaluated: _Evaluated) -> list[LayerError]:
     """The rows: modules with half operations that need float32 first, then by their own error."""
-    block, groups = evaluated.block, evaluated.groups
+    block, groups = evaluated.block, evaluated.found.groups
     of_parameters = equations_of_gradients(block, len(evaluated.names))
     places = {place.number: place for place in block.places()}
     dtypes: dict[Group, dict[str, None]] = {group: {} for group in groups.values()}
@@ -306,6 +328,33 @@ def _modules(evaluated: _Evaluated) -> list[LayerError]:
     return sorted(
         rows, key=lambda row: (not (row.denied and row.error), -row.error, -row.total_forward - row.total_backward)
     )
+
+
+# A program whose error is within this many times the rounding of its dtype has no jump. A line that multiplies its
+# operands' error by the second number, and reaches a quarter of the program's error, is one.
+_ROUNDINGS, _FACTOR, _SHARE = 16, 8, 0.25
+
+
+def _jump(evaluated: _Evaluated, error: float) -> Jump | None:
+    """The first jump of the total error. Evaluates the program again, and measures each result of the forward pass."""
+    block, found = evaluated.block, evaluated.found
+    lows = [v.aval.dtype for place in block.places() for v in place.outvars if is_half(v)]
+    rounding = max((2.0 ** -(int(compat.finfo(dtype).nmant) + 1) for dtype in lows), default=math.inf)
+    if not error > _ROUNDINGS * rounding:
+        return None
+    places = {place.number: place for place in block.places() if place.phase == FORWARD and not place.blocks}
+    results = [(n, i) for n, place in places.items() for i in range(len(place.outvars))]
+    notes = jax.device_get(evaluated_of(block, found, evaluated.arrays, results)[1])
+    errors = {(number, i): _error([note], 1) for (_, number, i), note in notes.items()}
+    for number, place in places.items():
+        carried = sum(is_float(v) for v in place.invars if isinstance(v, compat.Var)) - len(found.reads.get(number, ()))
+        if place.loops and carried > 0:
+            continue  # It reads the state of a loop, whose error is that of all iterations.
+        before = max((errors.get(read, 0.0) for read in found.reads.get(number, ())), default=0.0)
+        after = max((errors.get((number, i), 0.0) for i in range(len(place.outvars))), default=0.0)
+        if after >= max(_FACTOR * max(before, rounding), _SHARE * min(error, 1.0)):
+            return Jump(place.path, place.source, place.name, before, after)
+    return None
 
 
 def _largest(arrays: Iterable[Sequence[tuple[int, Any]]], which: int) -> tuple[float, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from mpjax.program import compat
 from mpjax.program.evaluator import evaluate
 from mpjax.program.graph import Block, Site
 from mpjax.program.host import in_host_memory
-from mpjax.program.interpreter import Eager, Instrumented, Key, Probe, bound, is_float, is_low, widened
+from mpjax.program.interpreter import Eager, Instrumented, Key, Probe, bound, is_float, is_half, is_low, widened
 from mpjax.program.primitives import primitive
 from mpjax.program.source import informative_frame
 
@@ -38,6 +38,9 @@ class Group:
     path: str
 
 
+Result = tuple[int, int]  # an equation's number and the index of a result
+
+
 @dataclasses.dataclass(frozen=True)
 class Grouped:
     """The groups of a program.
@@ -45,19 +48,21 @@ class Grouped:
     Args:
         groups: The group of each equation, by its number.
         passed_on: The results, as (number, index), that an equation of another group reads or that the program returns.
+        reads: The results that each equation reads, by its number.
     """
 
     groups: dict[int, Group]
-    passed_on: frozenset[tuple[int, int]]
+    passed_on: frozenset[Result]
+    reads: dict[int, tuple[Result, ...]]
 
 
 def grouped(block: Block) -> Grouped:
     """The groups of a program, and their results that other groups read or that the program returns."""
     groups = dict(_groups(block, None))
-    passed_on: set[tuple[int, int]] = set()
-    outs = _Readers(groups, passed_on).block(block, [None] * len(block.jaxpr.invars))
-    passed_on.update(producers for producers in outs if producers is not None)
-    return Grouped(groups, frozenset(passed_on))
+    readers = _Readers(groups)
+    outs = readers.block(block, [None] * len(block.jaxpr.invars))
+    readers.passed_on.update(producers for producers in outs if producers is not None)
+    return Grouped(groups, frozenset(readers.passed_on), readers.reads)
 
 
 def is_transparent(place: Site) -> bool:
@@ -97,8 +102,8 @@ def _function(place: Site) -> str:
 class _Readers:
     """Finds the values passed between groups. A value is identified by its equation's number and its result index."""
 
-    def __init__(self, groups: dict[int, Group], passed_on: set[tuple[int, int]]):
-        self.groups, self.passed_on = groups, passed_on
+    def __init__(self, groups: dict[int, Group]):
+        self.groups, self.passed_on, self.reads = groups, set[Result](), dict[int, tuple[Result, ...]]()
 
     def block(self, block: Block, ins: Sequence[Any]) -> list[Any]:
         env = block.environment(ins, [None] * len(block.jaxpr.constvars))
@@ -110,6 +115,7 @@ class _Readers:
         if passes_through(place) and producers[0] is not None:
             return producers[:1]
         inside, outvars = bool(place.blocks), place.eqn.outvars
+        self.reads[place.number] = tuple(producer for producer in producers if producer is not None)
         for producer in producers:
             if producer is not None and (inside or self.groups[producer[0]] != self.groups[place.number]):
                 self.passed_on.add(producer)
@@ -186,18 +192,39 @@ class Lockstep(Instrumented):
 
     def _bound(self, place: Site, ins: Sequence[Any]) -> list[Any]:
         eqn = place.eqn
-        exact = bound(_at_full_precision(eqn), [x.exact for x in ins], True)
+        if primitive(place.name).identity:
+            return [ins[0]]
+        eqn = _at_full_precision(eqn)
+        exact = bound(eqn, [x.exact for x in ins], True)
         in_half = any(map(is_low, (*eqn.invars, *eqn.outvars)))
-        half = (
-            exact if not in_half and all(x.half is x.exact for x in ins) else bound(eqn, [x.half for x in ins], False)
-        )
+        half = exact if not in_half and all(x.half is x.exact for x in ins) else _as_stored(eqn, [x.half for x in ins])
         if all(x.fresh is x.half for x in ins):
             fresh = half
         elif not in_half and all(x.fresh is x.exact for x in ins):
             fresh = exact
         else:
-            fresh = bound(eqn, [x.fresh for x in ins], False)
+            fresh = _as_stored(eqn, [x.fresh for x in ins])
         return [Values(*each) for each in zip(exact, half, fresh, strict=True)]
+
+
+def _as_stored(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
+    """The results of an equation of a half program, computed in float32 and rounded to the dtypes that it stores.
+
+    An operation of half does the same inside, and one of float32 is compiled already.
+    """
+    if any(is_low(v) and not is_half(v) for v in (*eqn.invars, *eqn.outvars)):
+        return bound(eqn, arrays, False)
+    return [
+        _narrowed(x, v.aval.dtype) if is_half(v) else x
+        for x, v in zip(bound(eqn, arrays, True), eqn.outvars, strict=True)
+    ]
+
+
+def _narrowed(x: Any, dtype: Any) -> Any:
+    if not in_host_memory(x):
+        return lax.convert_element_type(x, dtype)
+    with np.errstate(all="ignore"):
+        return np.asarray(x).astype(dtype)
 
 
 class EagerLockstep(Eager, Lockstep):
@@ -208,18 +235,22 @@ class EagerLockstep(Eager, Lockstep):
         self._compiled: dict[int, Callable[..., Any]] = {}
 
 
-def evaluated(block: Block, found: Grouped, arrays: Sequence[Any]) -> tuple[list[Values], dict[Key, ErrorNote]]:
-    """The results of a program and the errors noted in it, given its arguments."""
+def evaluated(
+    block: Block, found: Grouped, arrays: Sequence[Any], measured: Iterable[Result]
+) -> tuple[list[Values], dict[Key, ErrorNote]]:
+    """The results of a program and the errors of some of its values, given its arguments."""
     arguments = [Values(widened(x), x, x) for x in map(jnp.asarray, arrays)]
-    return EagerLockstep(ErrorProbe(block, found), found.groups).block(block, arguments)
+    return EagerLockstep(ErrorProbe(block, measured), found.groups).block(block, arguments)
 
 
 def _from_outside(x: Values) -> Values:
     """A value from another module, with `fresh` reset to the exact value rounded to the dtype in the program."""
     if x.half is x.exact:
         return Values(x.exact, x.half, x.exact)
-    same = jnp.result_type(x.exact) == jnp.result_type(x.half)
-    return Values(x.exact, x.half, x.exact if same else cast(x.exact, jnp.result_type(x.half)))
+    dtype = jnp.result_type(x.half)
+    if jnp.result_type(x.exact) == dtype:
+        return Values(x.exact, x.half, x.exact)
+    return Values(x.exact, x.half, _narrowed(x.exact, dtype) if is_half(x.half) else cast(x.exact, dtype))
 
 
 class _Equation(NamedTuple):
@@ -240,12 +271,12 @@ def _at_full_precision(eqn: Any) -> Any:
 
 
 class ErrorProbe(Probe):
-    """Notes the errors of the values that the groups pass on."""
+    """Notes the errors of some results."""
 
-    def __init__(self, block: Block, found: Grouped):
+    def __init__(self, block: Block, measured: Iterable[Result]):
         self.places = {place.number: place for place in block.places()}
         self.measured: dict[int, list[int]] = {}
-        for number, i in sorted(found.passed_on):
+        for number, i in sorted(measured):
             if is_float(self.places[number].eqn.outvars[i]):
                 self.measured.setdefault(number, []).append(i)
 

@@ -1,11 +1,11 @@
-"""`search`: which modules must stay in float32 for a loss function in half to meet an error budget."""
+"""`search`: which rules a loss function in half needs to meet an error budget."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,28 +14,29 @@ import numpy as np
 
 from mpjax.casting import Float8, Rules, autocast_disabled
 from mpjax.casting.autocast import Autocast, autocast_of
-from mpjax.inspection.layer_errors import errors_by_module
-from mpjax.inspection.reports import Report, Section, folded, percent, totals
-from mpjax.inspection.trials import Loss, Trial, relative_error, scale_state
+from mpjax.casting.rules import is_line
+from mpjax.inspection.reports import Report, Section, percent, totals
+from mpjax.inspection.trials import Loss, Trial, relative_error, rounding_scores
 from mpjax.policy import HALF_DTYPES, get_policy, path_matches
 from mpjax.program.formats import format_of
-from mpjax.program.graph import not_entered
+from mpjax.program.graph import Site, not_entered
+from mpjax.program.primitives import Op, primitive
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchedModule:
-    """One module of the search.
+    """One module of the search, or one line of code in no module.
 
     Args:
-        name: The module path.
+        name: The module path, or the line as `train.py:41`.
         float32: Whether it stays in float32.
-        error: Its own error in half, as in `layerwise_error`; None if it was not measured.
+        score: What its roundings change the loss by, relative, to first order; None if nothing was scored.
         flops_share: Its share of the FLOPs of matmuls and convolutions, forward and backward.
     """
 
     name: str
     float32: bool
-    error: float | None
+    score: float | None
     flops_share: float
 
 
@@ -47,14 +48,15 @@ class SearchReport(Report):
         function: The name of the loss function.
         policy: The policy of the search.
         budget: The largest allowed error.
-        error_before: The error under the policy, with every module in half.
-        error: The error with `keep_float32`, measured in a rerun with `rules`.
-        keep_float32: The paths of the modules that stay in float32, most sensitive first.
-        patterns: The same modules as patterns for `Rules` and `Policy(overrides=...)`.
+        error_before: The error under the policy.
+        error: The error with `rules`, measured in a run with them.
+        keep_float32: The modules and lines that stay in float32, most sensitive first; empty if another rule suffices.
+        patterns: The same as entries of `Rules`.
         rules: The rules to pass to `autocast`.
+        added: What `rules` adds, as it is written.
         half_share: The share of the FLOPs of matmuls and convolutions that run in half with these rules.
-        modules: All modules, those in float32 first, then by their own error.
-        minimal: Whether each of these modules is needed: with any one of them in half, the error is above the budget.
+        modules: All modules and lines with roundings, those in float32 first, then by score.
+        minimal: Whether each of `keep_float32` is needed: with any one of them in half, the error is above the budget.
         passes: The number of times the gradient was run.
         kept_dtype: `"float32"`, or under a policy with float8 matmuls the compute dtype, in which the kept modules run.
         unseen: Operations whose internals are not visible, so that no rule applies to them, and why.
@@ -69,6 +71,7 @@ class SearchReport(Report):
     keep_float32: tuple[str, ...]
     patterns: tuple[str, ...]
     rules: Rules = dataclasses.field(repr=False)
+    added: str
     half_share: float
     modules: tuple[SearchedModule, ...]
     passes: int
@@ -87,9 +90,9 @@ class SearchReport(Report):
 
     @property
     def overrides(self) -> tuple[tuple[str, str], ...]:
-        """The same modules as pairs for `Policy(overrides=...)`."""
+        """The modules as pairs for `Policy(overrides=...)`, which has no entries for lines."""
         policy = "float32" if self._low == "half" else f"mixed_{self.kept_dtype}"
-        return tuple((pattern, policy) for pattern in self.patterns)
+        return tuple((pattern, policy) for pattern in self.patterns if not is_line(pattern))
 
     @property
     def _low(self) -> str:
@@ -109,11 +112,12 @@ class SearchReport(Report):
     def sections(self) -> list[Section]:
         """The sections of the printed report."""
         rows = [
-            (row.name, self.kept_dtype if row.float32 else self._low, _share(row.error), f"{row.flops_share:.1%}")
+            (row.name, self.kept_dtype if row.float32 else self._low, _share(row.score), f"{row.flops_share:.1%}")
             for row in self.modules
         ]
         lines = [*self._finding(), *(f"not inspected: {place}" for place in self.unseen)]
-        return [Section("", "\n".join(lines)), Section("By module", "", "module|runs in|>own error|>FLOPs", rows)]
+        table = Section("By module and line", "", "module or line|runs in|>score|>FLOPs", rows)
+        return [Section("", "\n".join(lines)), table]
 
     def _finding(self) -> list[str]:
         before, after, budget = _share(self.error_before), _share(self.error), _share(self.budget)
@@ -124,21 +128,25 @@ class SearchReport(Report):
         if not self.met:
             return [
                 f"{self.function} does not meet the budget {budget}: error {before} in {self._low}, {after} with "
-                f"every module that has a name in {self.kept_dtype}",
-                "the remaining error arises outside named modules: put that code in mpjax.float_function, or name it "
-                "with jax.named_scope; mpjax.layerwise_error shows the lines",
+                f"every module and line in {self.kept_dtype}",
+                "the rest is where no rule applies: half arguments, casts of the code itself, kernels; "
+                "mpjax.layerwise_error shows the lines",
             ]
-        if not self.keep_float32:
+        if not self.added:
             return [f"{self.function} meets the budget {budget} with every module in {self._low}: error {after}"]
-        count = len(self.keep_float32)
-        shown = ", ".join(f'"{pattern}"' for pattern in self.patterns)
-        denied = f"deny=[{shown}]" if self._low == "half" else f"float8=mpjax.Float8(deny=[{shown}])"
-        return [
-            f"{count} module{'s' if count > 1 else ''} must stay in {self.kept_dtype}: {', '.join(self.keep_float32)}",
-            f"error {before} in {self._low}, {after} with these in {self.kept_dtype} (budget {budget}); "
+        lines = [
+            f"error {before} in {self._low}, {after} with this rule (budget {budget}); "
             f"{self.half_share:.1%} of the FLOPs stay in half",
-            f"mpjax.autocast(fun, {self.policy!r}, rules=mpjax.Rules({denied}))",
-            f"{self.passes} passes over {len(self.modules)} module{'s' if len(self.modules) > 1 else ''}: "
+            f"mpjax.autocast(fun, {self.policy!r}, rules=mpjax.Rules({self.added}))",
+        ]
+        if not self.keep_float32:
+            return [f"one rule meets the budget: {self.added}", *lines, f"{self.passes} passes"]
+        count = len(self.keep_float32)
+        kind = "line" if all(map(is_line, self.keep_float32)) else "module"
+        return [
+            f"{count} {kind}{'s' if count > 1 else ''} must stay in {self.kept_dtype}: {', '.join(self.keep_float32)}",
+            *lines,
+            f"{self.passes} passes over {len(self.modules)} modules and lines: "
             + (f"with any one of these in {self._low}, the error is above the budget" if self.minimal else _STOPPED),
         ]
 
@@ -155,6 +163,9 @@ def _share(error: float | None) -> str:
 # The start of `dynamic_loss_scale`, and here the factor of each backoff and the smallest scale.
 _FIRST_SCALE, _BACKOFF, _LAST_SCALE = 2.0**15, 2.0**5, 1.0
 _MOST_PASSES = 13  # each traces and runs the gradient once: about half of the time of compiling it
+_PRIMITIVES = 2  # tried alone
+_OTHERS = 0.1  # the squared score of a primitive in all other places, over that in its only place
+_WORTH = 0.9  # the share of the FLOPs in half that such a rule must leave there
 
 
 def search(
@@ -167,17 +178,18 @@ def search(
     has_aux: bool = False,
     kwargs: Mapping[str, Any] | None = None,
 ) -> SearchReport:
-    """Finds the modules that must stay in float32 for the error of half precision to meet a budget.
+    """Finds the rules that half precision needs for its error to meet a budget, tried one by one.
 
     Under a policy with float8 matmuls, the modules whose matmuls must stay in the compute dtype, bfloat16.
 
-        rank the modules by their own error in half           (`layerwise_error`, one pass)
-        keep the fewest top-ranked modules to meet the budget (bisection)
-        return modules to half while the budget is met        (several together, then one by one)
+        score each module, or line of code in no module    Σ ‖gradient × rounding error‖ over its results in half
+        residual_stream="float32"; deny=[primitive]        for the primitives with the highest scores in several places
+        deny=[the 1, 2, 4, ... highest-scored modules]     until the budget is met
+        return modules to half while it is met             the least sensitive first
 
-    Repeated layers are kept or returned together at first, then one by one. A pass runs the gradient on the given batch
-    under the rules that it tries, operation by operation, and rounds each result that half stores: each error was
-    measured. A search takes thirteen passes at most. If it ends before that, each module in float32 is needed.
+    All scores come from one gradient of the loss. A try runs the gradient on the given batch under its rules, operation
+    by operation, and rounds each result that half stores: each error was measured. A search takes thirteen passes at
+    most. If it ends before that, each module in float32 is needed.
 
     Args:
         fun: The loss function in float32. If it is an `autocast` function (`jax.jit` of one included), the search
@@ -208,7 +220,7 @@ def search(
         >>> found.keep_float32, found.rules.deny
         (('hot',), ('*/hot',))
 
-    Source: the sensitivity search of NVIDIA ModelOpt's AutoQuantize (`mtq.auto_quantize`).
+    Source: the gradient-based sensitivity scores of NVIDIA ModelOpt's AutoQuantize (`mtq.auto_quantize`).
     """
     if not budget >= 0:
         raise ValueError(f"search: budget={budget!r}: give the largest error that is allowed, 0.01 for one percent.")
@@ -222,31 +234,31 @@ def search(
 
 
 def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchReport:
-    before = passes.error(())
-    flops = passes.flops()
-    ranked: Mapping[str, float | None] = dict.fromkeys(flops)
-    kept: tuple[str, ...] = ()
-    needed = True
+    before, flops = passes.error(()), passes.flops()
+    scores: Mapping[str, float | None] = dict.fromkeys(flops)
+    kept, needed, rule = Names(), True, None
     finite = all(np.isfinite(np.asarray(x)).all() for x in passes.expected)
     if finite and not before <= budget:
-        ranked = passes.ranked()
-        kept, needed = _smallest(passes, [*ranked], budget)
+        by_place, primitives = passes.scores()
+        scores = by_place
+        rule = next((rule for rule in _rules(passes, primitives) if passes.is_enough(rule, budget)), None)
+        if rule is None:
+            kept, needed = _fewest(passes, [*by_place], budget)
     total = sum(flops.values()) or 1
-    rows = [
-        SearchedModule(module, is_covered(module, kept), error, flops.get(module, 0) / total)
-        for module, error in ranked.items()
-    ]
+    rows = [SearchedModule(n, is_covered(n, kept), score, flops.get(n, 0) / total) for n, score in scores.items()]
+    key: Any = rule or kept
     return SearchReport(
         function=name,
         policy=policy,
         budget=budget,
         error_before=before,
-        error=passes.error(kept),
+        error=passes.error(key),
         keep_float32=kept,
         patterns=passes.patterns(kept),
-        rules=passes.rules(kept),
-        half_share=passes.half_share(kept),
-        modules=tuple(sorted(rows, key=lambda row: (not row.float32, -(row.error or 0.0)))),
+        rules=passes.rules(key),
+        added=passes.added(key),
+        half_share=passes.half_share(key),
+        modules=tuple(sorted(rows, key=lambda row: (not row.float32, -(row.score or 0.0)))),
         minimal=needed and not passes.ended,
         kept_dtype="float32" if passes.policy.matmul_dtype is None else str(passes.policy.compute_dtype),
         passes=passes.count,
@@ -255,59 +267,34 @@ def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchR
     )
 
 
-Modules = tuple[str, ...]
+Names = tuple[str, ...]
 
 
-def _smallest(passes: _Passes, ranked: Sequence[str], budget: float) -> tuple[Modules, bool]:
-    """Modules that meet the budget in float32, and whether each of them is needed; all modules if none do.
-
-    Repeated layers are one group at first. Then groups that are needed are searched in the same way.
-    """
-    names = folded(ranked)
-    groups: dict[str, Modules] = {}
-    for module in ranked:
-        groups[names[module]] = (*groups.get(names[module], ()), module)
-    kept = _needed(passes, [*groups.values()], (), budget)
-    for group in reversed(kept):  # the least sensitive first
-        if len(group) > 1:
-            rest = [other for other in kept if other != group]
-            kept = [*rest, *_needed(passes, [(module,) for module in group], sum(rest, ()), budget)]
-    found = tuple(module for module in ranked if any(module in group for group in kept))
-    return found, all(passes.error([m for m in found if m != module]) > budget for module in found)
+class Single(str):
+    """One rule as it is written, in place of modules: `deny=["tanh"]`."""
 
 
-def _needed(passes: _Passes, groups: Sequence[Modules], fixed: Modules, budget: float) -> list[Modules]:
-    """The groups, ranked by their errors, that meet the budget in float32 beside the modules that are fixed there.
+def _rules(passes: _Passes, primitives: Sequence[str]) -> Iterator[Single]:
+    """The rules that are tried before any module: they keep matmuls in half, and cure most loops and likelihoods."""
+    if passes.policy.matmul_dtype is None:
+        yield Single('residual_stream="float32"')
+        for name in primitives[:_PRIMITIVES]:
+            yield Single(f'deny=["{name}"]')
 
-    Where the passes end, an error that was not measured counts as above the budget, and groups are kept.
-    """
 
-    def meets(chosen: Sequence[Modules]) -> bool:
-        return passes.error([*fixed, *sum(chosen, ())]) <= budget
-
-    low, high = 0, len(groups)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if meets(groups[:middle]) else (middle, high)
-    kept = list(groups[:high])
-    if not meets(kept):
-        return list(groups)
-
-    def thin_out(candidates: Sequence[Modules], needed: bool) -> None:
-        """Returns candidates to half; `needed` means that not all of them can return."""
-        rest = [group for group in kept if group not in candidates]
-        if candidates and not needed and meets(rest):
-            kept[:] = rest
-        elif len(candidates) > 1:
-            first, second = candidates[: len(candidates) // 2], candidates[len(candidates) // 2 :]
-            thin_out(second, False)  # less sensitive, so it can return more often
-            thin_out(first, all(group not in kept for group in second))
-
-    thin_out(tuple(kept), True)
-    for group in reversed(tuple(kept)):  # Another group may have become unnecessary since it was tried.
-        if meets(rest := [other for other in kept if other != group]):
+def _fewest(passes: _Passes, ranked: Sequence[str], budget: float) -> tuple[Names, bool]:
+    """The highest-scored modules that meet the budget in float32, and whether each is needed; all if none do."""
+    count = 1
+    while passes.error(tuple(ranked[:count])) > budget:
+        if count >= len(ranked) or passes.ended:
+            return tuple(ranked), False
+        count = min(2 * count, len(ranked))
+    kept = tuple(ranked[:count])
+    for name in reversed(kept):  # the least sensitive first
+        rest = tuple(other for other in kept if other != name)
+        if passes.error(rest) <= budget:
             kept = rest
-    return kept
+    return kept, not passes.ended
 
 
 def is_covered(module: str, kept: Iterable[str]) -> bool:
@@ -316,86 +303,114 @@ def is_covered(module: str, kept: Iterable[str]) -> bool:
 
 
 class _Passes:
-    """Runs the gradient with some modules in float32, and counts the runs."""
+    """Runs the gradient under rules, and counts the runs. Rules are the modules in float32, or a `Single`."""
 
     def __init__(self, loss: Loss, policy: Any, rules: Rules, args: tuple[Any, ...], loss_scale: float | None):
         self.loss, self.policy, self.args = loss, policy, args
         self.count = 0
         self._rules = rules
-        self._errors, self._shares = dict[frozenset[str], float](), dict[frozenset[str], float]()
-        self.paths: tuple[str, ...] = ()
+        self._errors, self._shares = dict[Any, float](), dict[Any, float]()
         start = 1.0 if policy.compute_dtype == jnp.bfloat16 else _FIRST_SCALE
         self._scales = [loss_scale] if loss_scale is not None else _backing_off(start)
-        self._scale = self._scales[0]
         with jax.default_matmul_precision("highest"), autocast_disabled():  # TF32 is too coarse for a reference
             self.expected = self._run(Trial("search", loss.with_named_modules(), args))
         self._half = self._trial(())
         self.sites, self.unseen = self._half.sites, not_entered(self._half.sites, evaluated=True)
         self.paths = tuple(dict.fromkeys(site.path for site in self.sites if site.path))
 
-    def rules(self, kept: Iterable[str]) -> Rules:
+    def rules(self, key: Names | Single) -> Rules:
         """The rules that keep some modules in float32, or their matmuls out of float8."""
-        patterns = self.patterns(kept)
+        if isinstance(key, Single):
+            option, _, value = key.partition("=")
+            text = value.strip('["]')
+            return self._rules.add(deny=[text]) if option == "deny" else self._with(residual_stream=text)
+        patterns = self.patterns(key)
         if patterns and self.policy.matmul_dtype is not None:
             float8 = self._rules.float8 or Float8()
-            return dataclasses.replace(self._rules, float8=dataclasses.replace(float8, deny=(*float8.deny, *patterns)))
+            return self._with(float8=dataclasses.replace(float8, deny=(*float8.deny, *patterns)))
         return self._rules.add(deny=patterns) if patterns else self._rules
 
+    def _with(self, **options: Any) -> Rules:
+        return dataclasses.replace(self._rules, **options)
+
+    def added(self, key: Names | Single) -> str:
+        """What the rules add, as it is written."""
+        if isinstance(key, Single) or not key:
+            return str(key) if key else ""
+        shown = ", ".join(f'"{pattern}"' for pattern in self.patterns(key))
+        denied = f"deny=[{shown}]"
+        return denied if self.policy.matmul_dtype is None else f"float8=mpjax.Float8({denied})"
+
     def patterns(self, kept: Iterable[str]) -> tuple[str, ...]:
-        """Patterns that match these modules and no others."""
-        return tuple(self._pattern(path) for path in kept)
+        """Entries of `Rules` that match these modules and lines, and no others."""
+        return tuple(map(self._pattern, kept))
 
     def _pattern(self, path: str) -> str:
+        if is_line(path):
+            return path
         escaped = path.replace("[", "[[]")
         others = (other for other in self.paths if not is_covered(other, [path]))
         return f"/{escaped}" if any(path_matches(other, f"*/{escaped}") for other in others) else f"*/{escaped}"
 
-    def error(self, kept: Sequence[str]) -> float:
-        """The error under the rules that keep some modules in float32; inf if the passes have ended."""
-        key = frozenset(kept)
+    def error(self, key: Names | Single) -> float:
+        """The error under some rules; inf if the passes have ended."""
         if key not in self._errors:
             if self.ended:
                 return math.inf
-            trial = self._trial([*dict.fromkeys(kept)]) if key else self._half
-            self._errors[key], self._shares[key] = self._error(trial), trial.half_share
+            trial = self._trial(key) if key else self._half
+            self._errors[key], self._shares[key] = relative_error(self._run(trial), self.expected), trial.half_share
         return self._errors[key]
+
+    def is_enough(self, rule: Single, budget: float) -> bool:
+        """Whether one rule meets the budget, and leaves almost all FLOPs in half."""
+        return self.error(rule) <= budget and self.half_share(rule) >= _WORTH * self.half_share(())
 
     @property
     def ended(self) -> bool:
         """Whether as many passes were run as a search may take."""
         return self.count >= _MOST_PASSES
 
-    def half_share(self, kept: Iterable[str]) -> float:
+    def half_share(self, key: Names | Single) -> float:
         """The share of the FLOPs in half under the rules of a pass that was run."""
-        return self._shares[frozenset(kept)]
+        return self._shares[key]
 
-    def _trial(self, kept: Sequence[str]) -> Trial:
+    def _under(self, key: Names | Single) -> Loss:
+        return self.loss.under(self.policy, self.rules(key)).with_named_modules()
+
+    def _trial(self, key: Names | Single) -> Trial:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about operations left in float32, as intended here
-            return Trial("search", self.loss.under(self.policy, self.rules(kept)).with_named_modules(), self.args)
+            return Trial("search", self._under(key), self.args)
 
-    def _error(self, trial: Trial) -> float:
-        return relative_error(self._run(trial), self.expected)
-
-    def ranked(self) -> dict[str, float]:
-        """The modules with operations in half and their own errors, largest first; takes one pass."""
+    def scores(self) -> tuple[dict[str, float | None], list[str]]:
+        """The scores of modules and lines, and the primitives that lose in several of them, highest first; one pass."""
         self.count += 1
-        scale = self._scale if self._scale > _LAST_SCALE else self._scales[len(self._scales) // 2]
-        half = self.loss.under(self.policy, self._rules)
-        rows = errors_by_module("search", half, self.args, scale_state(scale))
-        errors: dict[str, float] = {}
-        for row in rows:
-            if row.path and row.dtypes:
-                errors[row.path] = max(row.error, errors.get(row.path, 0.0))
-        # A rule on a module also applies to its submodules: parents come after their children, the outermost last. A
-        # module that is not finite by itself comes before all others.
-        held = {path: sum(other != path for other in errors if is_covered(other, [path])) for path in errors}
-        order = sorted(errors, key=lambda path: (math.isfinite(errors[path]), held[path], -errors[path]))
-        return {path: errors[path] for path in order}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                found = rounding_scores("search", self._under(()), self.args)
+            except ValueError:  # A loop that only a derivative rule of the user's differentiates: by work, unscored.
+                return dict.fromkeys(sorted(flops := self.flops(), key=lambda name: -flops[name])), []
+        squares = [(site, score**2) for site, score in found]
+        by_place = totals((name, square) for site, square in squares if (name := self._name(site)))
+        places = totals(((site.name, self._name(site)), square) for site, square in squares if _is_denied(site))
+        by_primitive = totals((name, square) for (name, _), square in places.items())
+        # What a primitive does in one place alone is a matter of that place.
+        rest = {key: sum(s for k, s in places.items() if k[0] == key[0] and k != key) for key in places}
+        alone = {key[0] for key, square in places.items() if rest[key] <= _OTHERS * square and rest[key] < math.inf}
+        # A rule on a module applies to its submodules too, so parents come after their children.
+        held = {path: sum(other != path for other in by_place if is_covered(other, [path])) for path in by_place}
+        ranked = sorted(by_place, key=lambda path: (math.isfinite(by_place[path]), held[path], -by_place[path]))
+        primitives = sorted((name for name in by_primitive if name not in alone), key=lambda name: -by_primitive[name])
+        return {path: math.sqrt(by_place[path]) for path in ranked}, primitives
+
+    @staticmethod
+    def _name(site: Site) -> str:
+        return site.path or (site.source if is_line(site.source) else "")
 
     def flops(self) -> dict[str, int]:
-        """FLOPs by module, forward and backward."""
-        return totals((site.path, site.flops) for site in self.sites if site.path)
+        """FLOPs by module or line, forward and backward."""
+        return totals((name, site.flops) for site in self.sites if (name := self._name(site)) and site.flops)
 
     def _run(self, trial: Trial) -> list[Any]:
         """The gradients at the first loss scale at which they are finite."""
@@ -404,8 +419,12 @@ class _Passes:
             grads = trial.run(scale)
             if all(np.isfinite(x).all() for x in grads):
                 break
-        self._scale = float(scale)
         return grads
+
+
+def _is_denied(site: Site) -> bool:
+    """Whether a rule may name the primitive of a rounding: it computes, and is no matmul."""
+    return primitive(site.name).op in (Op.INFER, Op.WIDE, Op.DENY)
 
 
 def _backing_off(scale: float) -> list[float]:

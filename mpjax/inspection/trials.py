@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
@@ -19,11 +20,11 @@ from mpjax.casting.rules import Rules
 from mpjax.loss_scale import static_loss_scale, value_and_grad
 from mpjax.loss_scale.state import LossScaleState, find_loss_scale_state
 from mpjax.policy import is_castable
-from mpjax.program import contexts
+from mpjax.program import compat, contexts
 from mpjax.program import objects as nnx_calls
-from mpjax.program.graph import Site, lay_out, walk
+from mpjax.program.graph import Block, Site, lay_out, walk
 from mpjax.program.host import in_host_memory
-from mpjax.program.interpreter import COMPILER_OPTIONS, Eager, Probe, is_half, is_low, widened
+from mpjax.program.interpreter import COMPILER_OPTIONS, Eager, Instrumented, Probe, is_half, is_low, widened
 from mpjax.program.objects import contains_nnx_object, is_nnx_object
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import primitive
@@ -52,7 +53,7 @@ def argument_names(program: TracedCall, args: Sequence[Any], kwargs: dict[str, A
 
 
 def below_root(path: str, paths: Collection[str]) -> str:
-    """A module path relative to the whole model; empty for the model itself.
+    """A module path relative to the whole model; that of the model itself is unchanged.
 
     Args:
         path: One of `paths`.
@@ -64,7 +65,7 @@ def below_root(path: str, paths: Collection[str]) -> str:
     """
     root, _, rest = path.partition("/")
     is_root = any("/" in other for other in paths) and all(f"{other}/".startswith(f"{root}/") for other in paths)
-    return rest if is_root else path
+    return rest if is_root and rest else path
 
 
 def argument_name(name: str) -> str:
@@ -224,12 +225,104 @@ class Trial:
         return relative_error(self.run(scale), exact)
 
 
+def rounding_scores(caller: str, loss: Loss, args: Sequence[Any]) -> list[tuple[Site, float]]:
+    """For each operation that rounds to half, the change of the loss that its rounding makes, relative, to first order.
+
+        score = ‖∂loss/∂y ⊙ (half(y) − y)‖ / |loss|
+
+    One gradient of the forward pass, evaluated in float32: with respect to s in y + s ⊙ (half(y) − y), at s = 0. In a
+    loop, the products of all iterations add up. The score of a value that overflows is inf.
+
+    Args:
+        caller: The tool, for error messages.
+        loss: The loss function under autocast.
+        args: The arguments of the call.
+    """
+    program = trace_to_run(caller, loss.fun, args, dict(loss.kwargs or {}))
+    block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names))
+    places = {place.number: place for place in block.places() if not place.blocks and _stores_rounded(place)}
+    lows = {n: next(i for i, v in enumerate(p.outvars) if is_low(v)) for n, p in places.items()}
+    first = next(i for i, v in enumerate(block.outvars) if compat.is_inexact(v.aval) and not v.aval.shape)
+    arrays, consts = [widened(x) for x in program.arrays], [widened(x) for x in block.consts]
+
+    def nudge(steps: Mapping[str, Any], place: Site, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
+        if str(place.number) not in steps:
+            return outs
+        at = lows[place.number]
+        rounded = _to_half_and_back(outs[at], place.outvars[at].aval.dtype)
+        error = jnp.where(jnp.isfinite(rounded), rounded - outs[at], 0)
+        nudged = outs[at] + steps[str(place.number)] * lax.stop_gradient(error)
+        return [nudged if i == at else out for i, out in enumerate(outs)]
+
+    @functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def scored(steps: Any, arrays: Any, consts: Any) -> Any:
+        evaluation = _Differentiable(_Overflows(lows), wide=True, replace=Partial(nudge, steps))
+        outs, overflows = evaluation.block(block, arrays, consts=consts)
+        return outs[first].astype(np.float32), overflows
+
+    steps = {str(n): jnp.zeros(p.outvars[lows[n]].aval.shape, np.float32) for n, p in places.items()}
+    (value, overflows), found = jax.device_get(scored(steps, arrays, consts))
+    size = abs(float(value)) or 1.0
+
+    def score(number: int) -> float:
+        norm = float(np.linalg.norm(np.asarray(found[str(number)], np.float64))) / size
+        return math.inf if overflows.get((number,), False) or not math.isfinite(norm) else norm
+
+    return [(place, score(number)) for number, place in places.items()]
+
+
+class _Overflows(Probe):
+    """Notes whether finite results overflow in the dtype that the program stores them in.
+
+    Args:
+        lows: The index of the result, by the number of the equation.
+    """
+
+    def __init__(self, lows: Mapping[int, int]):
+        self._lows = lows
+
+    def equation(
+        self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
+    ) -> dict[Any, Any]:
+        if place.number not in self._lows:
+            return {}
+        at = self._lows[place.number]
+        rounded = lax.stop_gradient(_to_half_and_back(outs[at], place.outvars[at].aval.dtype))
+        return {(place.number,): jnp.any(jnp.isfinite(outs[at]) & ~jnp.isfinite(rounded))}
+
+    def keys(self, block: Block) -> Sequence[Any]:
+        return [(number,) for number in self._lows if block.start <= number < block.end]
+
+    def empty(self, key: Any) -> Any:
+        return jnp.asarray(False)
+
+    def merge(self, key: Any, a: Any, b: Any) -> Any:
+        return a | b
+
+
+class _Differentiable(Instrumented):
+    """Evaluates a planned program so that JAX differentiates what it computes, in place of what it was planned from."""
+
+    def _with(self, probe: Probe) -> Instrumented:
+        return _Differentiable(probe, self.wide, self.replace)
+
+    def _bound(self, place: Site, ins: Sequence[Any]) -> list[Any]:
+        return [widened(ins[0])] if primitive(place.name).identity else super()._bound(place, ins)
+
+
+def _stores_rounded(place: Site) -> bool:
+    """Whether an equation rounds: its result is in half or float8, and its operands are not those values already."""
+    row = primitive(place.name)
+    moved = (row.moves or row.keeps_values) and all(map(is_half, [*place.invars[:1], *place.outvars]))
+    return not moved and any(map(is_low, place.outvars))
+
+
 def _rounded(place: Site, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
     """An equation's results. Those in half or float8 are rounded to it and cast back to float32."""
-    row, eqn = primitive(place.name), place.eqn
-    if (row.moves or row.keeps_values) and all(map(is_half, [*eqn.invars[:1], *eqn.outvars])):
-        return outs  # the operands are rounded already
-    return [_round(x, v.aval.dtype) if is_low(v) else x for x, v in zip(outs, eqn.outvars, strict=True)]
+    if not _stores_rounded(place):
+        return outs
+    return [_round(x, v.aval.dtype) if is_low(v) else x for x, v in zip(outs, place.outvars, strict=True)]
 
 
 def _round(x: Any, dtype: Any) -> Any:

@@ -15,7 +15,7 @@ import mpjax
 from mpjax.launcher.session import CALLS, HALF, NONFINITE, RERUNS, RETRIES, SCALE, Frame, Session
 from mpjax.program import compat
 from mpjax.program.formats import is_narrow
-from mpjax.program.graph import Site
+from mpjax.program.graph import Site, lay_out
 
 _SHOWN = 5
 
@@ -154,6 +154,7 @@ def _of_step(session: Session, step: Clock) -> list[str]:
 
 def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
     """The block at the first compiled training step."""
+    from mpjax.inspection.auditing.amplified import amplified
     from mpjax.launcher.casts import running_sites
 
     sites = [site for site in running_sites(jaxpr) if site.flops]
@@ -176,6 +177,8 @@ def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
         lines.append(f"  {flops / total:.1%} not: {source}{f' ({path})' if path else ''}: {why}")
     if len(ranked) > _SHOWN:
         lines.append(f"  and {len(ranked) - _SHOWN} more lines; --explain FILE lists all")
+    risks = dict.fromkeys(f"  risk: {risk.site.label} reads {risk.text}" for risk in amplified(lay_out(jaxpr)))
+    lines += list(risks)[:_SHOWN]
     if session.unused:
         lines.append("  " + _of_unused(session.unused, "matched nothing so far"))
     lines.append("  differentiates: " + _places(session.sites))

@@ -117,6 +117,26 @@ class Site:
         """Whether it is a loop, which runs its sub-jaxprs repeatedly."""
         return primitive(self.name).loop
 
+    def results(
+        self, given: Sequence[_T], run: Callable[[Block, Sequence[_T]], list[_T]], join: Callable[[_T, _T], _T]
+    ) -> list[_T]:
+        """The facts of its results, for an equation with sub-jaxprs.
+
+        Args:
+            given: The facts of its operands.
+            run: The facts of a block's outputs, given those of its inputs.
+            join: The facts of a value that is one of two: of two branches, or before and after an iteration.
+        """
+        if not self.is_loop:
+            branches = [run(block, block.split(given)[0]) for block in self.blocks]
+            return [functools.reduce(join, outs) for outs in zip(*branches, strict=True)]
+        body, outs = self.blocks[-1], list[_T]()
+        consts, carry, xs = body.split(given)
+        for _ in range(2):  # results of the first iteration are operands of the second
+            outs = run(body, [*consts, *carry, *xs])
+            carry = [join(old, new) for old, new in zip(carry, outs, strict=False)]
+        return [*carry, *outs[len(carry) :]]
+
     def places(self) -> Iterator[Site]:
         """Yields this equation and every equation inside it."""
         yield self

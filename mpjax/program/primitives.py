@@ -85,6 +85,8 @@ class Primitive(NamedTuple):
         amplifies: The operands whose rounding it amplifies, somewhere in their range: `all`, the `second`, or `equals`,
             arrays of one shape. Poles, steps, large derivatives, periods, differences of near-equal numbers.
         lookup: Looks up rows of its first operand, at the indices of the second.
+        worst: Where it amplifies a rounding without limit, in words for reports, as `near_1`.
+        bounded: The bounds of its results, as `0:inf`.
         decomposes: Decomposes a matrix or solves equations, so its condition number multiplies a rounding.
         chooses: Compares elements to choose among them.
         bits: Depends on the bits or the dtype itself, so it is not computed in another dtype.
@@ -123,6 +125,8 @@ class Primitive(NamedTuple):
     risk: str = ""
     amplifies: str = ""
     lookup: bool = False
+    worst: str = ""
+    bounded: str = ""
     decomposes: bool = False
     chooses: bool = False
     bits: bool = False
@@ -172,6 +176,17 @@ class Primitive(NamedTuple):
     def keeps_integers(self) -> bool:
         """Whether its results are integers if its operands are. Quotients are not."""
         return (self.is_affine or self.exact) and self.linear != "first"
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The bounds of its results.
+
+        Example:
+            >>> primitive("tanh").bounds, primitive("add").bounds
+            ((-1.0, 1.0), (-inf, inf))
+        """
+        low, _, high = (self.bounded or "-inf:inf").partition(":")
+        return float(low), float(high)
 
     def sources(self, operands: int) -> range | list[int]:
         """The indices of the operands whose elements the result has, given the number of operands.

@@ -86,7 +86,7 @@ def says_nothing(model: Model) -> dict[str, Answer]:
 
     def search() -> None:
         found = mpjax.search(model.loss, *model.args, budget=0.01)
-        assert not found.keep_float32, str(found.keep_float32)
+        assert not found.added, str(found)
 
     def layerwise_error() -> None:
         found = mpjax.layerwise_error(mpjax.autocast(model.loss, HALF), *model.args, loss_scale=1024.0)
@@ -171,7 +171,8 @@ def search_keeps(model: Model, budget: float = 0.01) -> Answer:
         before = error(model, HALF, scale=64.0)
         found = mpjax.search(model.loss, *model.args, budget=budget)
         assert found.met, str(found)
-        assert [path.rpartition("/")[2] for path in found.keep_float32] == ["planted"], str(found)
+        (kept,) = found.keep_float32
+        is_at(model, kept)
         after = error(model, HALF, found.rules, scale=64.0)
         assert after <= 1.5 * budget < before, f"error {before} to {after} with its rules"
 

@@ -201,3 +201,20 @@ def test_forward_and_backward_operations_of_one_line_have_rows_of_their_own():
 
     rules = [row for row in mpjax.explain(doubled, jnp.eye(8)).rows if row.op == "dot_general" and row.rule]
     assert [row.phase for row in rules] == ["forward", "backward"]
+
+
+def test_the_table_folds_rows_that_follow_their_operands_and_repeated_modules():
+    def loss_fn(params, x):
+        for i, w in enumerate(params):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(2 * (x @ w) + 1) - 0.5
+        return jnp.mean(x**2)
+
+    params = [jnp.ones((16, 16))] * 4
+    plan = mpjax.explain(mpjax.autocast(loss_fn), params, jnp.ones((8, 16)))
+    table = plan.sections()[-1].rows
+    assert len(table) <= 6 < len(plan.rows) / 3
+    folded = [row for row in table if row[0] == "layer_[0-3]"]
+    assert [(row[2], row[3], row[4]) for row in folded if row[4]] == [("dot_general", "4", "16.4 kFLOP")]
+    assert sum(int(row[3]) for row in table) == sum(row.count for row in plan.rows)
+    assert any(", " in row[2] for row in folded)

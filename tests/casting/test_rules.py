@@ -205,3 +205,18 @@ def test_tanh_is_half_where_a_matmul_stores_its_result_and_exact_elsewhere():
 
     plan = mpjax.explain(loss_fn, W, X)
     assert [row.dtypes_in[0] for row in plan.rows if row.op == "tanh"] == ["float16", "float32"]
+
+
+def test_a_rule_of_a_line_keeps_what_the_line_computes_in_float32():
+    def loss(w, x):
+        y = jnp.tanh(x @ w)
+        return jnp.sum(y @ w)
+
+    line = loss.__code__.co_firstlineno + 1
+    rules = mpjax.Rules(deny=[f"test_rules.py:{line}"])
+    w = jnp.eye(8)
+    plan = mpjax.explain(mpjax.autocast(loss, rules=rules), w, w)
+    dtypes = {row.source: row.dtypes_in[0] for row in plan.rows if row.op == "dot_general"}
+    assert dtypes == {f"test_rules.py:{line}": "float32", f"test_rules.py:{line + 1}": "float16"}
+    with pytest.warns(mpjax.UnusedRuleWarning, match=r"'other.py:1' matched no operation"):
+        mpjax.autocast(loss, rules=mpjax.Rules(deny=["other.py:1"]))(w, w)

@@ -11,6 +11,7 @@ import pytest
 import mpjax
 from mpjax.inspection.cli import main
 from mpjax.inspection.lockstep import error_note
+from testing.sensitive import KINDS
 
 _rng = np.random.default_rng(0)
 X = jax.device_put(_rng.normal(size=(8, 16)).astype(np.float32))
@@ -193,3 +194,20 @@ def test_the_error_of_float8_matmuls_is_measured(form):
     if form == "loop":
         errors = {row.path: row.error for row in found.modules}
         assert min(errors["layer_1"], errors["layer_2"]) > 3 * max(errors["layer_0"], errors["layer_3"])
+
+
+JUMPS = {"squashed_gaussian": "log", "noisy_or": "log1p", "rotary_angles_by_einsum": "sin"}
+
+
+@pytest.mark.parametrize("kind", JUMPS)
+@pytest.mark.standard_promotion
+def test_the_first_line_where_the_total_error_jumps_is_named(kind):
+    loss, params, batch = KINDS[kind]
+    half = mpjax.autocast(loss, "mixed_bfloat16", rules=mpjax.Rules(level="half"))
+    report = mpjax.layerwise_error(half, params, batch)
+    assert report.jump is not None
+    assert report.jump.op == JUMPS[kind]
+    assert report.jump.after > 8 * report.jump.before
+    line = f"the total error jumps at {report.jump.source}: from "
+    assert " ".join(report.text().split()).count(line) == 1
+    assert mpjax.layerwise_error(mpjax.autocast(loss, "mixed_bfloat16"), params, batch).jump is None

@@ -104,5 +104,5 @@ def test_pages_fit_a_phone(reports, name):
 def test_figures_have_legends_and_axes(reports, tmp_path):
     reports["numerics"].plot(tmp_path / "ranges.svg")
     drawing = (tmp_path / "ranges.svg").read_text()
-    for text in ("gradients of parameters", "float16 holds these", "share of the nonzero ones"):
+    for text in ("gradients of activations", "float16 holds these", "share of the nonzero ones"):
         assert f"<!-- {text} -->" in drawing

@@ -305,3 +305,29 @@ def test_without_the_variable_nothing_of_mpjax_is_imported(environment):
     assert done.returncode == 2
     assert "MPJAX_AUTOCAST_ALL_OPTIONS=" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_first_block_names_a_rounding_that_is_amplified(script):
+    done = run(script(ROTARY.replace("CAST", "bfloat16")))
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("  risk: ")]
+    assert "at script.py:8 reads whole numbers beyond 256, rounded to bfloat16 by " in line
+    assert "at script.py:7" in line
+    assert "risk" not in run(script(ROTARY.replace("CAST", "float32"))).stderr
+
+
+ROTARY = """import jax, jax.numpy as jnp, optax
+w, x, positions = jnp.eye(16), jnp.ones((8, 16)), 15900 + jnp.arange(8)
+tx = optax.sgd(0.1)
+
+@jax.jit
+def loss(w, x, positions):
+    angles = jnp.einsum("i,j->ij", positions.astype("CAST"), (1e-4 ** (jnp.arange(16) / 16)).astype("CAST"))
+    return jnp.mean((x @ w * jnp.cos(angles.astype("float32"))) ** 2)
+
+@jax.jit
+def step(w, state, x, positions):
+    updates, state = tx.update(jax.grad(loss)(w, x, positions), state)
+    return optax.apply_updates(w, updates), state
+
+step(w, tx.init(w), x, positions)
+"""

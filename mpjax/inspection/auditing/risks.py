@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from mpjax.inspection.auditing.amplified import amplified, exact_up_to
 from mpjax.inspection.auditing.bounds import Known, known_values
+from mpjax.inspection.auditing.constants import Lost, lost_constants, rounded, rounded_text
 from mpjax.program import compat
-from mpjax.program.graph import Site, sub_jaxprs
+from mpjax.program.graph import Block, Site, sub_jaxprs
 from mpjax.program.inlining import INPUT, Flow, Node, Value
 from mpjax.program.interpreter import is_half
 from mpjax.program.primitives import Op, primitive
+from mpjax.program.tracing import TracedCall
 
 # By name: each risk is a form, in which the place of each operand counts.
 
@@ -25,6 +28,9 @@ MEANINGS = {
     "unscaled": "float16 gradients without loss scaling: small ones become zero; use mpjax.value_and_grad with a state",
     "overflow": "a finite constant becomes infinite",
     "epsilon": "a constant that guards against zero becomes zero",
+    "constant": "a constant near 1 becomes 1",
+    "norm": "float16 overflows from 256 on: inf, and clipping by it makes all updates 0; use float32 gradients",
+    "amplified": "an error of rounding to half that grows: keep float32 between the two lines, as autocast does",
     "ids": "distinct whole numbers become equal",
     "update": "an update that is smaller than half's last place of the value is lost: keep float32 master weights",
     "accumulator": "a sum of many terms that is stored in half after each: keep it in float32",
@@ -45,10 +51,12 @@ class Risk:
         kind: `"unscaled"`: a float16 backward pass without loss scaling, or a loss scale that no gradient uses;
             `"exp"`, `"log"`, `"pow"`, `"sum"`, `"softmax"`, `"loss"`: computed in half;
             `"overflow"`: a finite constant (an additive mask) becomes infinite in half;
-            `"epsilon"`: a constant becomes zero in half;
+            `"epsilon"`: a constant becomes zero in half; `"constant"`: a constant near 1 becomes 1;
+        `"norm"`: a norm in float16, which overflows from 256 on;
             `"update"`: a value is stored in half and changed by small amounts (weights, a moving average);
             `"accumulator"`: a loop's carry to which terms are added in half;
-            `"ids"`: integer identifiers that become equal in half.
+            `"ids"`: integer identifiers that become equal in half;
+            `"amplified"`: a value is rounded to half at one line, and its error is amplified at this one.
         module, source, op: The module path, the line and the primitive.
         dtype: The half dtype.
         phases: A subset of `"forward"`, `"backward"`, `"recomputed"`.
@@ -66,18 +74,24 @@ class Risk:
     why: str
 
 
-def risks_of(flow: Flow) -> tuple[Risk, ...]:
-    """The risks of a program, merged by kind, module, line, operation and dtype, the most severe first."""
+def risks_of(flow: Flow, block: Block, original: Callable[[], TracedCall]) -> tuple[Risk, ...]:
+    """The risks of a program, merged by kind, module, line, operation and dtype, the most severe first.
+
+    Args:
+        flow, block: Two forms of the program.
+        original: Traces it in float32.
+    """
     nodes = flow.eqns
     known = known_values(flow)
     found = [("unscaled", node.site, "float16", MEANINGS["unscaled"]) for node in nodes if _is_unscaled(node)]
-    found += [*_operations(flow), *_loss(flow)]
+    roundings = [*_amplified(block)]
+    found += [*roundings, *_operations(flow, {_place(site) for _, site, _, _ in roundings}), *_loss(flow)]
     for node in nodes:
         found += _constants(node, known)
-    found += _vanished(nodes)
+    found += _lost(nodes, lost_constants((node.site for node in nodes), original))
+    found += _norms(flow)
     found += _updates(flow, known)
     found += _accumulators(flow)
-    found += _compared(nodes, known)
     return _merged(found)
 
 
@@ -89,8 +103,8 @@ def _is_unscaled(node: Node) -> bool:
 RiskySite = tuple[str, Site, str, str]  # kind, site, dtype, why
 
 
-def _operations(flow: Flow) -> Iterator[RiskySite]:
-    """Half operations that need float32. Those of a softmax are reported as one."""
+def _operations(flow: Flow, amplified: set[tuple[str, str]]) -> Iterator[RiskySite]:
+    """Half operations that need float32. Those of a softmax are reported as one; logarithms that amplify, before."""
     risky = [(node, dtype) for node in flow.eqns if (dtype := _risky(node))]
     maxima = {_place(node.site) for node in flow.eqns if node.site.name == "reduce_max"}
     softmaxes = {_place(node.site) for node, _ in risky if primitive(node.site.name).risk == "exp"} & maxima
@@ -104,6 +118,8 @@ def _operations(flow: Flow) -> Iterator[RiskySite]:
         name = node.site.name
         of_softmax = name in ("exp", "reduce_sum") or (name == "log" and of_sum(node.reads[0]))
         kind = "softmax" if of_softmax and _place(node.site) in softmaxes else primitive(name).risk
+        if kind in ("log", "pow") and _place(node.site) in amplified:
+            continue
         yield kind, node.site, dtype, MEANINGS[kind]
 
 
@@ -158,63 +174,71 @@ def _cast(node: Node, known: dict[Value, Known]) -> Iterator[RiskySite]:
             worst = value.low if abs(value.low) == value.largest else value.high
             why = f"{worst:.4g} is beyond {dtype}'s {float(limits.max):.4g}; jnp.finfo(dtype).min fits"
             yield "overflow", node.site, dtype, why
-        elif value.constant and value.low and not target.aval.dtype.type(value.low):
-            least = float(limits.smallest_subnormal)
-            why = f"{value.low:.4g} is zero in {dtype} (its smallest positive number is {least:.2g})"
-            yield "epsilon", node.site, dtype, why
+        elif value.constant and value.low not in (0, 1) and (held := rounded(value.low, dtype)) in (0, 1):
+            yield "constant" if held else "epsilon", node.site, dtype, rounded_text(value.low, dtype)
         else:
             yield from _inexact(node.site, target.aval.dtype, value)
 
 
 def _inexact(site: Site, dtype: Any, value: Known) -> Iterator[RiskySite]:
     """Ids larger than the integers that a half dtype represents exactly."""
-    exact = _exact(dtype)
+    exact = exact_up_to(dtype)
     if value.ids and not value.constant and value.largest > exact:
         why = f"whole numbers up to {value.largest:.0f}; {dtype.name} holds all up to {exact} only"
         yield "ids", site, dtype.name, why
 
 
-def _vanished(nodes: Sequence[Node]) -> Iterator[RiskySite]:
-    """Half denominators and logarithms whose epsilon was rounded to zero."""
-    guarded: dict[Value, Site] = {}
+def _lost(nodes: Sequence[Node], lost: Iterable[Lost]) -> Iterator[RiskySite]:
+    """Constants that half rounds to 0 or 1; where it is not known what was written, zeros that guard a pole."""
+    found = {(id(constant.site.eqn), constant.operand): constant for constant in lost}
+    guarded: dict[Value, tuple[str, Lost]] = {}
     for node in nodes:
         name, reads = node.site.name, node.reads
-        if name in ("add", "max") and any(is_half(v) and _is_zero(v) for v in reads):
-            guarded[node.writes[0]] = node.site
-        elif name in ("reshape", "broadcast_in_dim", "convert_element_type", "sqrt") and reads[0] in guarded:
+        constants = [found[key] for i in range(len(reads)) if (key := (id(node.site.eqn), i)) in found]
+        for constant in constants:
+            if constant.written is None:
+                guarded[node.writes[0]] = name, constant
+            elif math.isfinite(constant.value):
+                yield "constant" if constant.value else "epsilon", node.site, constant.dtype, constant.text
+        if name in ("reshape", "broadcast_in_dim", "convert_element_type", "sqrt") and reads[0] in guarded:
             guarded[node.writes[0]] = guarded[reads[0]]
         at_risk = reads[1:2] if name == "div" else reads[:1] if name in ("log", "rsqrt", "sqrt", "pow") else ()
         for value in at_risk:
+            by, zero = guarded.get(value, ("", None))
             # max(x, 0) before a square root deliberately guards against negative numbers.
-            if value in guarded and not (name == "sqrt" and guarded[value].name == "max"):
-                why = f"zero in {value.aval.dtype.name}: nothing guards this {name}"
-                yield "epsilon", guarded[value], value.aval.dtype.name, why
+            if zero is not None and by in ("add", "max") and (by, name) != ("max", "sqrt"):
+                yield "epsilon", zero.site, zero.dtype, f"{zero.text} this {name}"
 
 
-def _compared(nodes: Sequence[Node], known: dict[Value, Known]) -> Iterator[RiskySite]:
-    """Integers with unknown bounds that are cast to half, then compared or cast back to integers."""
-    whole: set[Value] = set()
-    for node in nodes:
-        name, reads = node.site.name, node.reads
-        if name == "convert_element_type" and is_half(node.writes[0]) and reads[0] not in known:
-            aval = reads[0].aval
-            if compat.is_shaped(aval) and aval.dtype.kind in "iu" and aval.dtype.itemsize > 1:
-                whole.add(node.writes[0])
-        elif name in ("reshape", "broadcast_in_dim") and reads[0] in whole:
-            whole.add(node.writes[0])
-        elif name in ("eq", "ne") or (name == "convert_element_type" and node.writes[0].aval.dtype.kind in "iu"):
-            for dtype in (value.aval.dtype for value in reads if value in whole):
-                why = f"whole numbers; {dtype.name} holds all up to {_exact(dtype)} only"
-                yield "ids", node.site, dtype.name, why
+def _norms(flow: Flow) -> Iterator[RiskySite]:
+    """Square roots of sums of squares in float16."""
+
+    def sources(value: Value) -> Iterator[Node]:
+        node = flow.maker(value)
+        if node is not None and (_passes(node) or primitive(node.site.name).adds):
+            for read in node.reads:
+                yield from sources(read)
+        elif node is not None:
+            yield node
+
+    def is_square(node: Node) -> bool:
+        return node.site.name == "square" or (
+            node.site.eqn.params.get("y") == 2 or (node.site.name == "mul" and node.reads[0] is node.reads[1])
+        )
+
+    for node in flow.eqns:
+        if node.site.name == "sqrt" and node.reads[0].aval.dtype == np.float16:
+            sums = [maker for maker in sources(node.reads[0]) if maker.site.name == "reduce_sum"]
+            if any(is_square(square) for maker in sums for square in sources(maker.reads[0])):
+                yield "norm", node.site, "float16", MEANINGS["norm"]
 
 
-def _exact(dtype: Any) -> int:
-    """The largest n such that a dtype represents all integers up to n."""
-    return 2 ** _digits(dtype)
-
-
-def _is_zero(value: Value) -> bool:
-    return value.constant is not None and not value.aval.shape and float(value.constant) == 0.0
+def _amplified(block: Block) -> Iterator[RiskySite]:
+    """Values that are rounded to half and then amplified, by an operation of float32 or of half."""
+    for found in amplified(block):
+        in_half = any(map(is_half, found.site.invars)) and primitive(found.site.name).risk
+        kind = "ids" if found.rounding.of_whole else in_half or "amplified"
+        yield kind, found.site, found.dtype, found.text
 
 
 # Largest factor of an update (a learning rate), and smallest factor that keeps the old value (a moving average).

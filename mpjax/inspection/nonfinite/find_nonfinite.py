@@ -13,18 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from mpjax.casting import autocast_disabled
+from mpjax.inspection.auditing.amplified import amplified
+from mpjax.inspection.auditing.constants import in_float32, is_suspect, lost_constants
 from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite_but
 from mpjax.inspection.nonfinite.provenance import CodeProbe, Provenance, WatchProbe, code_of, first_fault, watched
+from mpjax.inspection.nonfinite.report import GROWING, OperandRange, Symptoms, diagnosis_of
 from mpjax.inspection.nonfinite.report import NonFinite as NonFinite
-from mpjax.inspection.nonfinite.report import OperandRange, Symptoms, diagnosis_of
 from mpjax.inspection.reports import array_text
 from mpjax.inspection.trials import argument_name, trace_to_run
 from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow, variables
 from mpjax.program.graph import NOBODY, Block, Owners, Site, lay_out, walk
-from mpjax.program.interpreter import COMPILER_OPTIONS, Eager, Instrumented, Key, is_half, is_inexact, widened
+from mpjax.program.interpreter import Eager, Instrumented, Key, is_half, is_inexact, widened
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import MATMULS, Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD
@@ -36,9 +37,8 @@ from mpjax.program.tracing import TracedCall
 def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None = None) -> NonFinite | None:
     """Finds the first operation that made an inf or NaN from finite inputs, in the forward or the backward pass.
 
-    Traces `fun` and runs its program under `jit`, with each operation as written. Only if a result or a check is not
-    finite, the program runs again operation by operation, and each result gets a code: finite, inf or NaN. The codes
-    give the source of each value that is not finite:
+    Traces `fun` and runs its program operation by operation, each as written, which takes less time than compiling it.
+    Each result gets a code: finite, inf or NaN. The codes give the source of each value that is not finite:
 
         result is finite                 none (softmax or a `where` removed a masked -inf)
         an operand is not finite         the source of that operand
@@ -76,13 +76,12 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     kwargs = dict(kwargs or {})
     traced = trace_to_run("find_nonfinite", fun, args, kwargs)
     program = _Examined(traced, owners_of(traced.jaxpr, traced.names))
-    fault = _search(program)
+    fault, outs = _search(program)
     if fault is None:
         return None
     if fault.is_argument:
         return _in_argument(program, fault.number)
-    outs = program.watched().codes
-    found = _examined(program, fault, outs, functools.partial(_float32_is_fine, fun, args, kwargs))
+    found = _examined(program, fault, outs, functools.cache(functools.partial(in_float32, fun, args, kwargs)))
     bad = [name for name, code in zip(_result_names(traced), outs, strict=True) if code]
     return dataclasses.replace(found, result=bad[0] if bad else None)
 
@@ -105,8 +104,7 @@ class _Watched(NamedTuple):
 class _Examined:
     """A program laid out. Its leaves are its arguments, followed by the arrays that it closes over."""
 
-    def __init__(self, traced: TracedCall, owners: Owners = NOBODY, eager: bool = False):
-        self.eager = eager  # whether most of its operations are compiled already
+    def __init__(self, traced: TracedCall, owners: Owners = NOBODY):
         self.block = lay_out(traced.jaxpr, owners=owners)
         self.names, self.leaves = traced.names, [*traced.arrays, *self.block.consts]
         self.places = {place.number: place for place in self.block.places()}
@@ -130,25 +128,15 @@ class _Examined:
 
     def _watched(self, fault: Provenance | None = None, span: tuple[int, int] = (0, 0)) -> _Watched:
         """Runs the program; with a fault, with its elements made finite except those in a span of positions."""
-
-        def watch(leaves: Sequence[Any]) -> Any:
-            outs, notes = self.run(evaluation, leaves)
-            return notes, _codes(outs)
-
-        evaluation: Instrumented
-        if fault is None and not self.eager:
-            # Most programs are finite. As a whole, they compile fast and need no more memory than a step.
-            evaluation = Instrumented(WatchProbe())
-            found = jax.device_get(jax.jit(watch, compiler_options=COMPILER_OPTIONS)(self.leaves))
-        else:
-            if fault is None or self._evaluation is None:  # which compiles loops once
-                replace = finite_but(probe := WatchProbe(), fault, self._alike(fault))
-                self._evaluation = Eager(probe, replace=Partial(replace, None))
-            evaluation = self._evaluation
-            assert evaluation.replace is not None
-            evaluation.replace = Partial(evaluation.replace.func, jax.tree.map(np.int32, span))
-            found = jax.device_get(watch(self.leaves))
-        return _Watched(*watched(found[0]), found[1])
+        if fault is None or self._evaluation is None:  # which compiles loops once
+            replace = finite_but(probe := WatchProbe(), fault, self._alike(fault))
+            self._evaluation = Eager(probe, replace=Partial(replace, None))
+        evaluation = self._evaluation
+        assert evaluation.replace is not None
+        evaluation.replace = Partial(evaluation.replace.func, jax.tree.map(np.int32, span))
+        outs, notes = self.run(evaluation, self.leaves)
+        codes, notes = jax.device_get((_codes(outs), notes))
+        return _Watched(*watched(notes), codes)
 
     def _alike(self, fault: Provenance | None) -> set[int]:
         """The equation of a fault, and the same operation of the same line in repeated layers."""
@@ -157,17 +145,14 @@ class _Examined:
         return {place.number for place in others if here is not None and place.source == here.source}
 
 
-def _search(program: _Examined) -> Provenance | None:
-    """The first fault. A finite program runs only once."""
-    trips: dict[int, int] = {}
-    if not program.eager or any(place.name == "while" for place in program.places.values()):
-        seen = program.watched()
-        if not seen.failed and not any(seen.codes):
-            return None
-        trips = seen.trips
+def _search(program: _Examined) -> tuple[Provenance | None, Sequence[int]]:
+    """The first fault, and the codes of the results. A program without `while` runs only once."""
+    has_while = any(place.name == "while" for place in program.places.values())
+    trips = program.watched().trips if has_while else {}
     outs, notes = program.run(Eager(CodeProbe(program.block, trips)), program.leaves)
-    fault, program.entry = first_fault(program.block, *jax.device_get((_codes(program.leaves), _codes(outs), notes)))
-    return fault
+    codes = jax.device_get(_codes(outs))
+    fault, program.entry = first_fault(program.block, *jax.device_get((_codes(program.leaves), codes, notes)))
+    return fault, codes
 
 
 def _first_that_reaches(program: _Examined, fault: Provenance, first: int, positions: int) -> int:
@@ -199,17 +184,15 @@ def _codes(arrays: Sequence[Any]) -> list[Any]:
     return [code_of(jnp.asarray(x)) if is_inexact(x) else np.int32(0) for x in arrays]
 
 
-def _float32_is_fine(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool | None:
+def _float32_is_fine(original: Callable[[], TracedCall]) -> bool | None:
     """Whether the function is finite when it is traced with float32 in place of half arguments, and without autocast.
 
     The function is traced again because tracing rounds a constant that meets half arrays, and because opaque operations
     keep their half dtypes in a widened program. None if unknown: the function still computes in half.
     """
     try:
-        wide_args, wide_kwargs = jax.tree.map(lambda x: widened(x) if is_half(x) else x, (tuple(args), dict(kwargs)))
-        with autocast_disabled():
-            traced = trace_to_run("find_nonfinite", fun, wide_args, wide_kwargs)
-        if _search(_Examined(traced, eager=True)) is None:
+        traced = original()
+        if _search(_Examined(traced))[0] is None:
             return True
     except Exception:  # The function may require half arguments.
         return None
@@ -218,17 +201,17 @@ def _float32_is_fine(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[
 
 
 def _examined(
-    program: _Examined, fault: Provenance, outs: Sequence[int], float32_is_fine: Callable[[], bool | None]
+    program: _Examined, fault: Provenance, outs: Sequence[int], original: Callable[[], TracedCall]
 ) -> NonFinite:
     """The report of a fault: the ranges at its point, and the same point in float32.
 
-    `outs` are the codes of the program's results.
+    `outs` are the codes of the program's results; `original` traces the call in float32.
     """
     place, block = program.places[fault.number], program.block
     axes = dict(place.axes)
     size = max(v.aval.size for v in place.eqn.outvars if is_inexact(v))
     _, here = program.point(fault)
-    if not fault.is_constant:
+    if not fault.is_constant and here["count"] > 1:
         _, index, device = map(int, here["index"])
         first = device * size + index
         position = _first_that_reaches(program, fault, first, size * math.prod(axes.values()))
@@ -241,9 +224,12 @@ def _examined(
     derivative = place.phase == FORWARD and place.number not in _primal(block, set(variables(block.outvars)))
     element = tuple(int(i) for i in np.unravel_index(index, out.shape)) if out.shape else ()
     value = float(there["value"]) if reached else None
+    kind = "nan" if np.isnan(here["value"]) else "inf"
+    overflows = kind == "inf" and place.name in GROWING
+    constants, doubtful = ("", False) if overflows else _lost_constants(block, place, original)
     evidence = Symptoms(
         primitive=place.name,
-        kind="nan" if np.isnan(here["value"]) else "inf",
+        kind=kind,
         half=_half_name(block, eqn),
         half_here=is_half(eqn.outvars[0]) or any(map(is_half, eqn.invars)),
         operands=tuple(map(float, here["operands"])),
@@ -257,9 +243,11 @@ def _examined(
         float8=out.dtype.name if out.dtype.name.startswith("float8") else "",
         constant=fault.is_constant,
         opaque=primitive(place.name).op is Op.OPAQUE,
-        rounded=_has_rounded_constant(block),
+        constants=constants,
+        doubtful=doubtful,
+        rounding=_amplified_rounding(block, place),
         where_gradient=_is_where_gradient(program, fault, outs),
-        float32_is_fine=float32_is_fine,
+        float32_is_fine=functools.partial(_float32_is_fine, original),
     )
     floats = [v.aval for v in eqn.invars if is_inexact(v)]
     iteration = fault.indices(program.places)
@@ -289,12 +277,21 @@ def _coordinates(device: int, axes: dict[str, int]) -> str:
     return ", ".join(f"{axis}={int(i)}" for axis, i in zip(axes, indices, strict=True))
 
 
-def _has_rounded_constant(block: Block) -> bool:
-    """Whether a half constant of the program is zero or infinite, possibly because it was rounded."""
-    read = (v for p in block.places() for v in p.eqn.invars)
-    values = [v.val for v in read if isinstance(v, compat.Literal) and is_half(v)]
-    values += [c for c in block.consts if c.dtype in HALF_DTYPES and c.size == 1]
-    return any(v == 0 or not np.isfinite(np.float32(v)) for v in (np.reshape(v, ()) for v in values if np.size(v) == 1))
+def _lost_constants(block: Block, place: Site, original: Callable[[], TracedCall]) -> tuple[str, bool]:
+    """The constants that half made zero or inf, in words; and whether others of the operation's line may be some."""
+    places = [site for site in block.places() if not site.blocks]
+    found = [lost for lost in lost_constants(places, original) if abs(lost.value) != 1 and lost.written is not None]
+    near = [lost for lost in found if lost.site.source == place.source] or found
+    here = (v.val for site in places if site.source == place.source for v in site.invars if is_suspect(v))
+    outside = (c for c in block.consts if is_half(c) and np.size(c) == 1)
+    doubtful = any(float(value) == 0 for value in (*here, *outside))
+    return "; ".join(dict.fromkeys(f"{lost.text}, at {lost.site.source}" for lost in near)), doubtful
+
+
+def _amplified_rounding(block: Block, place: Site) -> str:
+    """The rounding that an operation amplifies, in words; empty if there is none."""
+    found = (each for each in amplified(block) if (each.site.name, each.site.source) == (place.name, place.source))
+    return next((f"it reads {each.text}" for each in found), "")
 
 
 def _is_derivative_of_sqrt(block: Block, place: Site) -> bool:

@@ -140,7 +140,9 @@ class Symptoms:
         float8: The float8 dtype of its result; empty for other dtypes.
         constant: Whether the operation only reads an infinite constant.
         opaque: Whether the operation can run only in the dtypes it was traced for.
-        rounded: Whether the program has half constants that may have been rounded to zero or inf.
+        constants: The constants of the program that half made zero or inf, with what was written and the lines.
+        doubtful: Whether a constant of the line is zero in half, and it is not known what was written.
+        rounding: What was rounded before, if the operation amplifies it, and the line that rounded it.
         where_gradient: Whether the fault only matters in the backward pass, which has a `where` that selects zeros.
         float32_is_fine: Returns whether the function is finite when traced in float32; None if unknown.
     """
@@ -159,7 +161,9 @@ class Symptoms:
     of_sqrt: bool = False
     float8: str = ""
     opaque: bool = False
-    rounded: bool = False
+    constants: str = ""
+    doubtful: bool = False
+    rounding: str = ""
     where_gradient: bool = False
     float32_is_fine: Callable[[], bool | None] = lambda: False
 
@@ -187,19 +191,19 @@ def diagnosis_of(found: Symptoms) -> str:
     if found.derivative and cause and not found.of_sqrt:
         cause = f"a derivative that is not finite here: {cause}"
     value = found.local if found.float32 is None else found.float32
-    if not cause and found.half is None and found.kind == "inf" and found.primitive in _GROWING:
+    if not cause and found.half is None and found.kind == "inf" and found.primitive in GROWING:
         cause = "overflow of the operation's own dtype"
     causes = [cause] if cause else []
     if not math.isfinite(value):
         fine = found.float32_is_fine() if found.half else False
         if fine:
             text = f"{found.half} alone: traced with float32 arguments, all results are finite"
-            if found.rounded:
-                text += f" (a constant may have become zero or inf when it met {found.half} arrays)"
-            return "; ".join([*causes, f"{text}: keep this part in float32"])
+            return "; ".join([*causes, *_named(found), f"{text}: keep this part in float32"])
         if found.where_gradient:
             return "; ".join([*causes, _WHERE_GRADIENT])
-        if fine is None and (found.opaque or found.rounded):
+        if not fine and found.constants:
+            return "; ".join([*causes, found.constants, "write one that half holds, or keep this part in float32"])
+        if (fine is None and found.opaque) or found.doubtful:
             why = f"{found.primitive} can't be run in another dtype" if found.opaque else "a constant may be rounded"
             return "; ".join([*causes, f"cannot tell whether float32 fails too ({why}): trace the function in float32"])
         fails = "float32 fails too" if found.half else "the program is in float32 here"
@@ -213,11 +217,17 @@ def diagnosis_of(found: Symptoms) -> str:
             text += "; in the backward pass: if the loss is scaled, a smaller loss scale may keep it in range"
         return text
     lost = _lost(found, cause)
-    return f"{cause or 'NaN'} in {found.half} alone {shown}{lost}: keep this part in float32"
+    text = "; ".join([f"{cause or 'NaN'} in {found.half} alone {shown}{lost}", *_named(found)])
+    return f"{text}: keep {'what it reads' if found.rounding else 'this part'} in float32"
+
+
+def _named(found: Symptoms) -> list[str]:
+    """The lines that caused the fault, where they are others than its own."""
+    return [text for text in (found.constants, found.rounding) if text]
 
 
 # From finite operands, an infinite result of these is an overflow.
-_GROWING = "mul add sub add_any dot_general conv_general_dilated reduce_sum cumsum integer_pow square".split()
+GROWING = "mul add sub add_any dot_general conv_general_dilated reduce_sum cumsum integer_pow square".split()
 
 
 def number(value: float) -> str:

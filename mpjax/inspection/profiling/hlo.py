@@ -228,10 +228,13 @@ class Instruction:
 
 
 def instructions(program: HloModule) -> dict[str, Instruction]:
-    """The instructions of a program by name."""
+    """The instructions of a program by name, without those inside of fusions, which are no kernels of their own."""
+    every = [line for lines in program.computations.values() for line in lines.values()]
+    inside = {name for line in every if line.is_fusion for name in line.called}
     return {
         line.name: _instruction(program, computation, line)
         for computation, lines in program.computations.items()
+        if computation not in inside
         for line in lines.values()
     }
 

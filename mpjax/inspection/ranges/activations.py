@@ -99,7 +99,7 @@ class _Analysis:
         return evaluate(block, env, self._rule, lambda literal, place: _Producers())
 
     def _rule(self, place: Site, given: Sequence[_Producers]) -> list[_Producers]:
-        return self._sub_jaxprs(place, given) if place.blocks else self._computed(place, given)
+        return place.results(given, self.block, _Producers.or_) if place.blocks else self._computed(place, given)
 
     def _computed(self, place: Site, given: Sequence[_Producers]) -> list[_Producers]:
         eqn, name = place.eqn, place.name
@@ -132,14 +132,3 @@ class _Analysis:
             path = self.places[number].path
             if path and reader.path != path and not reader.path.startswith(path + "/"):
                 self.found.add(number)
-
-    def _sub_jaxprs(self, place: Site, given: Sequence[_Producers]) -> list[_Producers]:
-        if not place.is_loop:
-            branches = [self.block(block, block.split(given)[0]) for block in place.blocks]
-            return [functools.reduce(_Producers.or_, outs) for outs in zip(*branches, strict=True)]
-        body, outs = place.blocks[-1], list[_Producers]()
-        consts, carry, xs = body.split(given)
-        for _ in range(2):  # results of the first iteration are operands of the second
-            outs = self.block(body, [*consts, *carry, *xs])
-            carry = [old.or_(new) for old, new in zip(carry, outs, strict=False)]
-        return [*carry, *outs[len(carry) :]]

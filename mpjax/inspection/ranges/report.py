@@ -82,8 +82,8 @@ class NumericsReport(Report):
         gradients: The same ranges in the backward pass, without gradients of parameters.
         parameters: Ranges of the gradients of parameters, by tree path, times the loss scale.
         by_op: Ranges of all arithmetic in both passes, by operation and source line, in program order.
-        activation_gradient_exponents: The number of values of `gradients` per exponent of two, at the loss scale.
-        parameter_gradient_exponents: The number of values of `parameters` per exponent of two, at the loss scale.
+        gradient_exponents: The number of values of `gradients` per exponent of two, at the loss scale; of those in half
+            only, if there are any.
         largest_safe_scale: The largest power of two at which no gradient overflows. None if all gradients are
             zero, or if they are not finite in float32 either.
         init_scale: The recommended `init_scale` for `dynamic_loss_scale`: `largest_safe_scale / 4`, because gradients
@@ -98,8 +98,6 @@ class NumericsReport(Report):
             the gradients are not finite in half.
         outliers: The batches whose gradients are far larger than those of the others, counted from 0.
         nonfinite: The batches whose gradients are inf or NaN in float32 too, counted from 0.
-        half_gradient_exponents: `activation_gradient_exponents` restricted to the values that the program computes in
-            half; all values if the program has no half.
         float8: What one scale for each tensor does to the operands of float8 matmuls, by module; empty if the program
             has none.
         unseen: Operations that `numerics` could not look into (Pallas kernels, callbacks).
@@ -117,8 +115,7 @@ class NumericsReport(Report):
     gradients: tuple[Range, ...]
     parameters: tuple[Range, ...]
     by_op: tuple[Range, ...]
-    activation_gradient_exponents: Mapping[int, int]
-    parameter_gradient_exponents: Mapping[int, int]
+    gradient_exponents: Mapping[int, int]
     largest_safe_scale: float | None
     init_scale: float | None
     keep_float32: tuple[str, ...]
@@ -126,7 +123,6 @@ class NumericsReport(Report):
     losing_lines: tuple[str, ...] = ()
     outliers: tuple[int, ...] = ()
     nonfinite: tuple[int, ...] = ()
-    half_gradient_exponents: Mapping[int, int] = dataclasses.field(default_factory=dict)
     float8: tuple[Float8Range, ...] = ()
     unseen: tuple[str, ...] = ()
     trials: tuple[Tried, ...] = ()
@@ -155,20 +151,16 @@ class NumericsReport(Report):
         Args:
             scale: The loss scale, a power of two. The exponents measured at the current scale are shifted to it.
         """
-        return Limits.of(jnp.dtype(self.dtype)).flushed_share(self.half_gradient_exponents, scale / self.loss_scale)
+        return Limits.of(jnp.dtype(self.dtype)).flushed_share(self.gradient_exponents, scale / self.loss_scale)
 
     def _draw(self, axes: Any) -> None:
         """Draws the histogram of gradient exponents, with half's range."""
         (low, high), normal = Limits.of(jnp.dtype(self.dtype)).exponents, int(jnp.finfo(self.dtype).minexp)
         axes.axvspan(normal, high + 1, color="#dfeedd", label=f"{self.dtype} holds these")
         axes.axvspan(low, normal, color="#f3efd6", label=f"{self.dtype} holds these with fewer bits")
-        histograms = {
-            "gradients of activations": self.activation_gradient_exponents,
-            "gradients of parameters": self.parameter_gradient_exponents,
-        }
-        for i, (name, counts) in enumerate(histograms.items()):
-            shares = np.array([*counts.values()]) / max(sum(counts.values()), 1)
-            axes.bar(np.array([*counts], float) + i / 2, shares, 0.5, align="edge", label=name)
+        counts = self.gradient_exponents
+        shares = np.array([*counts.values()]) / max(sum(counts.values()), 1)
+        axes.bar(np.array([*counts], float), shares, 1.0, align="edge", label="gradients of activations")
         axes.xaxis.set_major_formatter("2^{x:.0f}")
         axes.set(xlabel=f"size of the gradients, at loss scale {self.loss_scale:g}", ylabel="share of the nonzero ones")
 

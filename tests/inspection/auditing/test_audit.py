@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 
 import mpjax
 from examples.imagenet.models import create_model
+from mpjax.inspection.auditing.risks import MEANINGS as RISK_MEANINGS
 from mpjax.inspection.devices import DEVICES, device_of
 from testing import measures
 from testing.models.zoo import REGISTRY, harness
@@ -459,3 +460,60 @@ def test_what_is_kept_for_the_backward_pass_has_the_line_that_makes_it():
     assert (first.module, first.bytes) == ("large", 4 * 128 * 64 * 4)
     assert first.source.startswith("test_audit.py:")
     assert str(report).split("kept by")[1].splitlines()[2].startswith("large")
+
+
+# Constants that half rounds away, against those that were written as 0 or 1.
+
+LOST = {
+    "an epsilon of the caller": (lambda x, eps: x / (jnp.sqrt(x) + eps), 1e-8, F16, {"epsilon"}),
+    "an epsilon that float16 holds": (lambda x, eps: x / (jnp.sqrt(x) + eps), 1e-4, F16, set()),
+    "an epsilon of 0": (lambda x, eps: jnp.sqrt(x + eps), 0.0, F16, set()),
+    "the largest probability": (lambda x, top: jnp.minimum(x, top), 1 - 1e-6, BF16, {"constant"}),
+    "a decay": (lambda x, decay: decay * x + x, 0.999, BF16, {"constant"}),
+    "a decay of 1": (lambda x, decay: decay * x + x, 1.0, BF16, set()),
+    "a decay that bfloat16 holds": (lambda x, decay: decay * x + x, 0.99, BF16, set()),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+@pytest.mark.standard_promotion
+def test_a_constant_is_compared_with_what_was_written(name):
+    fun, constant, dtype, expected = LOST[name]
+    found = mpjax.audit(lambda x: fun(x, constant), shape(8, 8, dtype=dtype)).risks
+    assert {risk.kind for risk in found} == expected, found
+    assert all(f"{constant:.7g} is " in risk.why for risk in found)
+
+
+@pytest.mark.standard_promotion
+def test_the_text_of_the_line_tells_what_a_cast_of_the_code_itself_rounded():
+    def literal(x):
+        x = x.astype(F16)
+        return x / (jnp.abs(x) + 1e-8)
+
+    def zero(x):
+        x = x.astype(F16)
+        return x / (jnp.abs(x) + 0.0)
+
+    def name(x, epsilon=1e-8):
+        x = x.astype(F16)
+        return x / (jnp.abs(x) + epsilon)
+
+    reasons = [[risk.why for risk in mpjax.audit(f, shape(8, 8, dtype=F32)).risks] for f in (literal, zero, name)]
+    assert reasons[0][0].startswith("1e-08 is zero in float16")
+    assert reasons[1] == []
+    assert reasons[2] == ["zero in float16: nothing guards this div"]
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+def test_an_optimizer_of_half_gradients_is_named_where_it_fails(dtype):
+    params = {"w": shape(8, 8, dtype=dtype)}
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    state = jax.eval_shape(tx.init, params)
+    risks = mpjax.audit(tx.update, params, state).risks
+    found = {(risk.kind, risk.why.split(" is ")[0]) for risk in risks if risk.kind != "update"}
+    expected = {
+        F16: {("epsilon", "1e-08"), ("norm", RISK_MEANINGS["norm"])},
+        BF16: {("constant", "0.999")},
+        F32: set(),
+    }
+    assert found == expected[dtype]

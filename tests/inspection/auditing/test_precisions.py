@@ -72,7 +72,8 @@ def test_updates_that_half_rounds_away_are_risks():
     mean = jax.ShapeDtypeStruct((8,), jnp.bfloat16)
     kinds = lambda fun, *args: [risk.kind for risk in mpjax.audit(fun, *args).risks]
     assert kinds(lambda w, g: w - 1e-4 * g, w, w) == ["update"]
-    assert kinds(lambda mean, x: 0.999 * mean + 0.001 * x, mean, mean) == ["update"]
+    assert kinds(lambda mean, x: 0.99 * mean + 0.01 * x, mean, mean) == ["update"]
+    assert kinds(lambda mean, x: 0.999 * mean + 0.001 * x, mean, mean) == ["constant", "update"]
     master = jax.ShapeDtypeStruct((8,), jnp.float32)
     assert kinds(lambda w, g: w - 1e-4 * g.astype(jnp.float32), master, w) == []
     assert kinds(lambda x, y: x + y, w, w) == []  # a residual connection

@@ -25,9 +25,11 @@ def test_a_constant_that_half_rounds_to_zero_is_not_the_datas_fault():
     assert "traced with float32 arguments, all results are finite" in found.diagnosis
     # In float32 the argument itself is at fault.
     assert "float32 fails too" in find_nonfinite(lambda x: jnp.sum(1 / x), np.zeros(3, HALF)).diagnosis
-    # A constant that stays in half: it can't be told.
+    # A constant that stays in half: the text of the line tells.
     closed = jax.device_put(np.zeros(3, HALF))
-    assert "cannot tell" in find_nonfinite(lambda w: jnp.sum(w / (closed + 1e-8)), np.ones(3, HALF)).diagnosis
+    assert (
+        "1e-08 is zero in float16" in find_nonfinite(lambda w: jnp.sum(w / (closed + 1e-8)), np.ones(3, HALF)).diagnosis
+    )
 
 
 def test_the_inside_of_a_kernel_is_no_proof_against_float32():
@@ -69,13 +71,41 @@ def test_the_element_is_one_that_reaches_the_result():
 SMALL = jnp.float16(1e-8)  # zero
 
 
-@pytest.mark.parametrize(
-    "fun",
-    [lambda x: jnp.sum(x / jnp.float16(1e-8)), lambda x: jnp.sum(x / SMALL), lambda x: jnp.sum(x / (x - x + SMALL))],
-)
+@pytest.mark.parametrize("fun", [lambda x: jnp.sum(x / SMALL), lambda x: jnp.sum(x / (x - x + SMALL))])
 def test_a_half_constant_from_outside_may_be_to_blame(fun):
     found = find_nonfinite(fun, np.ones(3, HALF))
     assert found.diagnosis.startswith("division by zero; cannot tell whether float32 fails too")
+
+
+@pytest.mark.parametrize("half", [np.float16, np.float32])
+@pytest.mark.standard_promotion
+def test_a_zero_that_rounding_a_constant_made_is_named_as_that(half):
+    funs = [
+        lambda x: jnp.sum(x.astype(HALF) / jnp.float16(1e-8)),
+        lambda x: jnp.sum(x.astype(HALF) / (x.astype(HALF) * 0 + 1e-8)),
+        lambda x: jnp.sum(jnp.log(x.astype(HALF) * 0 + 1e-8)),
+    ]
+    for fun in funs:
+        found = find_nonfinite(fun, np.ones(3, half))
+        assert "1e-08 is zero in float16 (its smallest positive number is 6e-08), at test_diag" in found.diagnosis
+        assert "check the data" not in found.diagnosis
+
+
+@pytest.mark.parametrize("solve", [jnp.linalg.cholesky, jnp.linalg.inv])
+def test_the_matmul_that_rounded_is_named_at_a_decomposition(solve):
+    f = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
+
+    def gram(f):
+        half = f.astype(HALF)
+        g = jax.lax.dot(half, half.T)
+        return jnp.sum(solve(jnp.astype(g, jnp.float32) + 1e-4 * jnp.eye(32)))
+
+    found = find_nonfinite(gram, f)
+    if found is not None:  # an inverse may be wrong, and finite
+        assert f"rounded to float16 by dot_general at test_diagnosis.py:{gram.__code__.co_firstlineno + 2}: " in (
+            found.diagnosis
+        )
+        assert found.diagnosis.endswith("keep what it reads in float32")
 
 
 def test_a_cast_beyond_the_range_of_float8_is_named():

@@ -1,0 +1,338 @@
+"""Values that are rounded to half and then amplified: the operation that rounds, and the one that amplifies.
+
+An abstract interpretation. A rounding is followed through operations that keep it (moves, sums of two, products), until
+a reduction averages it away or an amplifier reads it:
+
+    log, rsqrt, sin, acos, ...      near a zero or a pole, or for large arguments (`Primitive.worst`)
+    1 / d, log(d), ...              if d is a difference of near-equal numbers, as 1 - tanh(u)²
+    a conversion to integers        one unit apart is another index
+    a decomposition or a solve      multiplies the error by the condition number
+
+A matmul averages what it reads, so the rounding of its operands only matters to the last two, which need an exact
+result; and where an operand holds whole numbers (positions, labels).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.program import compat
+from mpjax.program.evaluator import evaluate
+from mpjax.program.graph import Block, Site
+from mpjax.program.interpreter import is_float, is_half
+from mpjax.program.primitives import MATMULS, Op, Primitive, is_product, primitive
+from mpjax.program.source import FORWARD
+
+# By name: how much an operation amplifies is its own formula.
+
+
+class Rounding(NamedTuple):
+    """The operation that rounded a value to half, and whether the value was of whole numbers."""
+
+    site: Site
+    of_whole: bool = False
+
+
+class Facts(NamedTuple):
+    """What is known of a value.
+
+    Args:
+        rounded: The rounding of its elements to half, if no reduction followed.
+        matmul: The half matmul whose result it is, up to affine operations.
+        difference: The difference of near-equal rounded numbers that it is, up to scaling.
+        low, high: Bounds of its elements.
+        whole: Whether its elements are integers by construction: positions, labels, counts.
+        summed: Whether it is a sum, as the denominator of a softmax.
+    """
+
+    rounded: Rounding | None = None
+    matmul: Rounding | None = None
+    difference: Rounding | None = None
+    low: float = -math.inf
+    high: float = math.inf
+    whole: bool = False
+    summed: bool = False
+
+    def joined(self, other: Facts) -> Facts:
+        """The facts of a value that is one of two."""
+        return Facts(
+            self.rounded or other.rounded,
+            self.matmul or other.matmul,
+            self.difference or other.difference,
+            self.low if other.low >= self.low else -math.inf,  # unknown, as it may change with each iteration
+            self.high if other.high <= self.high else math.inf,
+            self.whole and other.whole,
+            self.summed and other.summed,
+        )
+
+    @property
+    def largest(self) -> float:
+        """The greatest magnitude."""
+        return max(abs(self.low), abs(self.high))
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all elements are one known number."""
+        return self.low == self.high
+
+    def fits(self, dtype: Any) -> bool:
+        """Whether a half dtype holds its elements exactly, or all of them are one constant of the program."""
+        return self.is_constant or (self.whole and self.largest <= exact_up_to(dtype))
+
+
+def exact_up_to(dtype: Any) -> int:
+    """The largest n such that a dtype represents all integers up to n."""
+    return 2 ** (int(compat.finfo(dtype).nmant) + 1)
+
+
+class Amplified(NamedTuple):
+    """A rounding that is amplified.
+
+    Args:
+        site: The operation that amplifies it.
+        rounding: The rounding.
+        dtype: The half dtype.
+        why: Where, or by what, it is amplified.
+    """
+
+    site: Site
+    rounding: Rounding
+    dtype: str
+    why: str
+
+    @property
+    def text(self) -> str:
+        """The finding in words, with the line that rounds."""
+        what = f"whole numbers beyond {exact_up_to(self.dtype)}" if self.rounding.of_whole else "a value"
+        return f"{what}, rounded to {self.dtype} by {self.rounding.site.label}: {self.why}"
+
+
+def amplified(block: Block) -> list[Amplified]:
+    """The amplified roundings of a program's forward pass, one for each line that amplifies and line that rounds."""
+    found = _Roundings()
+    found.block(block, [_of_input(v) for v in block.jaxpr.invars], [_of_constant(c) for c in block.consts])
+    return list(found.amplified.values())
+
+
+def _of_input(v: Any) -> Facts:
+    return Facts(whole=compat.is_shaped(v.aval) and jnp.issubdtype(v.aval.dtype, jnp.integer))
+
+
+_LARGEST = 2**22  # Closed-over weights are too large to scan, and their bounds are of no use.
+
+
+def _of_constant(array: Any) -> Facts:
+    if isinstance(array, jax.core.Tracer) or not getattr(array, "is_fully_addressable", True):
+        return Facts()
+    dtype = jnp.result_type(array)
+    is_number = any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
+    if not is_number or not 0 < np.size(array) <= _LARGEST:
+        return Facts()
+    values = np.asarray(array)
+    low, high = float(values.min()), float(values.max())
+    if math.isnan(low):
+        return Facts()
+    return Facts(low=low, high=high, whole=dtype.kind in "biu" or bool(np.all(values == np.floor(values))))
+
+
+class _Roundings:
+    """Evaluates a program with `Facts` in place of values."""
+
+    def __init__(self) -> None:
+        self.amplified: dict[Any, Amplified] = {}
+
+    def block(self, block: Block, ins: Sequence[Facts], consts: Sequence[Facts] | None = None) -> list[Facts]:
+        known = [_of_constant(c) for c in block.consts] or [Facts()] * len(block.jaxpr.constvars)
+        env = block.environment(ins, known if consts is None else consts)
+        return evaluate(block, env, self._rule, lambda literal, place: _of_constant(literal.val))
+
+    def _rule(self, place: Site, given: Sequence[Facts]) -> Sequence[Facts]:
+        if place.blocks:
+            return place.results(given, self.block, Facts.joined)
+        if place.phase == FORWARD:
+            self._read(place, given)
+        found = _result(place, given)
+        return [found if is_float(v) else found._replace(rounded=None, matmul=None) for v in place.outvars]
+
+    def _read(self, place: Site, given: Sequence[Facts]) -> None:
+        """Notes what an equation amplifies of its operands."""
+        row = primitive(place.name)
+        for i, (facts, v) in enumerate(zip(given, place.invars, strict=True)):
+            inexact = facts.rounded or facts.matmul
+            if inexact and (row.decomposes or row.solve):
+                self._note(place, inexact, "the condition number multiplies the error")
+            elif inexact and _makes_indices(place, v):
+                self._note(place, inexact, "one unit apart is another integer")
+            elif facts.rounded and facts.rounded.of_whole and place.name in ("eq", "ne"):
+                self._note(place, facts.rounded, "distinct ones become equal")
+            elif facts.difference and _has_pole_at_zero(row, i):
+                self._note(place, facts.difference, f"near-equal numbers cancel, and {place.name} reads the difference")
+            elif facts.rounded and row.worst and not _is_harmless(place, facts):
+                self._note(place, facts.rounded, f"{place.name} amplifies it {row.worst.replace('_', ' ')}")
+
+    def _note(self, place: Site, rounding: Rounding, why: str) -> None:
+        key = place.path, place.source, rounding.site.source
+        half = next(v.aval.dtype.name for v in (*rounding.site.outvars, *rounding.site.invars) if is_half(v))
+        self.amplified.setdefault(key, Amplified(place, rounding, half, why))
+
+
+_PERIODS = 8.0  # radians up to which the rounding of an angle is no larger than that of any other value
+
+
+def _is_harmless(place: Site, facts: Facts) -> bool:
+    """Whether the operand is known to stay away from where an operation amplifies."""
+    match place.name:
+        case "sin" | "cos" | "tan":
+            return facts.largest <= _PERIODS
+        case "log1p":
+            return facts.low >= 0
+        case "log" | "log2":
+            return facts.summed
+        case "rsqrt":  # Its relative error is half of its operand's, unless that is small: a variance, stored in half.
+            stored = facts.rounded is not None and facts.rounded.site.name in ("convert_element_type", "reduce_sum")
+            return not stored or is_half(place.invars[0])
+    return False
+
+
+def _makes_indices(place: Site, v: Any) -> bool:
+    """Whether it converts floats to integers. Integers of fewer bits are no indices, but values that are quantised."""
+    target = place.outvars[0].aval if place.name == "convert_element_type" and is_float(v) else None
+    return target is not None and target.dtype.kind in "iu" and target.dtype.itemsize >= 4
+
+
+def _has_pole_at_zero(row: Primitive, operand: int) -> bool:
+    return row.worst.startswith("near") or row.risk == "pow" or (row.amplifies == "second" and operand == 1)
+
+
+def _result(place: Site, given: Sequence[Facts]) -> Facts:
+    """The facts of an equation's result."""
+    row, eqn, name = primitive(place.name), place.eqn, place.name
+    out = eqn.outvars[0] if eqn.outvars else None
+    if out is None or not compat.is_shaped(out.aval) or not isinstance(out.aval.dtype, np.dtype):  # of a random key
+        return Facts()
+    low, high = _bounds(place, given)
+    whole = _is_whole(place, given)
+    found = Facts(low=low, high=high, whole=whole)
+    if row.op is Op.READ or row.op is Op.OPAQUE:
+        return found
+    if name in MATMULS and not is_product(eqn):
+        halves = [facts.fits(v.aval.dtype) for facts, v in zip(given, place.invars, strict=True) if is_half(v)]
+        ids = next((f.rounded for f in given if f.rounded and f.rounded.of_whole), None)
+        found = found._replace(rounded=ids, matmul=None if all(halves) else Rounding(place))
+    elif row.is_affine or row.exact or name in MATMULS:
+        found = found._replace(matmul=next((facts.matmul for facts in given if facts.matmul), None))
+    if _keeps_rounding(place):
+        operands = given[:1] if row.linear == "first" else given
+        found = found._replace(rounded=next((facts.rounded for facts in operands if facts.rounded), None))
+    moved = (row.keeps_values or row.exact) and (name != "convert_element_type" or is_half(place.invars[0]))
+    if is_half(out) and not found.rounded and not moved and not _is_exact(found, given, out.aval.dtype):
+        found = found._replace(rounded=Rounding(place, whole))
+    summed = name == "reduce_sum" or (row.keeps_values and not row.kernel and all(facts.summed for facts in given[:1]))
+    return found._replace(difference=_difference(place, given, found), summed=summed)
+
+
+def _is_exact(found: Facts, given: Sequence[Facts], dtype: Any) -> bool:
+    """Whether a half result is not rounded: a constant, or whole numbers that the dtype holds."""
+    return all(facts.is_constant for facts in given) or found.fits(dtype)
+
+
+def _keeps_rounding(place: Site) -> bool:
+    """Whether the rounding of operands reaches the result element by element."""
+    row = primitive(place.name)
+    if row.kernel:
+        same_size = bool(place.invars) and getattr(place.invars[0].aval, "size", 0) == place.outvars[0].aval.size
+        return is_product(place.eqn) or row.keeps_values or (place.name == "reduce_sum" and same_size)
+    return row.is_affine or row.exact or place.name in ("square", "integer_pow")
+
+
+def _difference(place: Site, given: Sequence[Facts], found: Facts) -> Rounding | None:
+    """The difference of near-equal rounded numbers that a result is, up to scaling; None if it is none."""
+    row = primitive(place.name)
+    kept = next((facts.difference for facts in given if facts.difference), None)
+    if kept is not None:
+        return kept if (row.is_affine or row.exact) and not row.kernel and row.linear != "first" else None
+    if not row.adds or len(given) != 2 or not found.low <= 0 <= found.high:
+        return None
+    rounding = next((facts.rounded for facts in given if facts.rounded), None)
+    if rounding is None or place.phase != FORWARD:
+        return None
+    (first, second), (a, b) = given, place.invars
+    if first.is_constant or second.is_constant:
+        constant, other = (first, second) if first.is_constant else (second, first)
+        from_constant = first.is_constant and place.name == "sub"
+        return rounding if constant.low and (from_constant or math.isfinite(other.largest)) else None
+    alike = a.aval.shape == b.aval.shape != ()
+    return rounding if alike and place.name == "sub" else None
+
+
+def _is_whole(place: Site, given: Sequence[Facts]) -> bool:
+    out, row, name = place.outvars[0].aval, primitive(place.name), place.name
+    if out.dtype.kind in "biu" or name in ("iota", "floor", "ceil", "round"):
+        return True
+    keeps = row.keeps_integers or name in MATMULS or name in ("square", "integer_pow")
+    return bool(given) and keeps and all(facts.whole for facts in given)
+
+
+_ARITHMETIC: dict[str, Callable[..., float]] = {
+    "add": lambda a, b: a + b,
+    "add_any": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "max": max,
+    "min": min,
+    "neg": lambda a: -a,
+    "square": lambda a: a * a,
+}
+
+
+def _bounds(place: Site, given: Sequence[Facts]) -> tuple[float, float]:
+    """Bounds of a result: interval arithmetic, and the ranges of functions."""
+    row, name, params = primitive(place.name), place.name, place.eqn.params
+    out = place.outvars[0].aval
+    if out.dtype == bool:
+        return 0.0, 1.0
+    if name == "iota":
+        return 0.0, params["shape"][params["dimension"]] - 1.0
+    if row.bounded:
+        return row.bounds
+    if name in _ARITHMETIC:
+        corners = itertools.product(*((facts.low, facts.high) for facts in given))
+        found = [_ARITHMETIC[name](*corner) for corner in corners]
+        found += [0.0] if name == "square" and given[0].low < 0 < given[0].high else []
+        return _no_nan(found)
+    if name == "integer_pow" and params["y"] > 0:
+        found = [facts ** params["y"] for facts in (given[0].low, given[0].high)]
+        return _no_nan([*found, 0.0] if params["y"] % 2 == 0 and given[0].low < 0 < given[0].high else found)
+    if name == "div" and given[0].low >= 0 and given[1].low >= 0:
+        return 0.0, math.inf
+    if name in ("reduce_sum", "cumsum") or (name in MATMULS and name == "dot_general"):
+        terms = _terms(place)
+        corners = itertools.product(*((facts.low, facts.high) for facts in given))
+        found = [terms * math.prod(corner) for corner in corners]
+        return _no_nan([*found, 0.0] if name == "dot_general" else found)
+    if row.keeps_values:
+        sources = [given[i] for i in row.sources(len(given)) if i < len(given)]
+        return min(f.low for f in sources), max(f.high for f in sources)
+    return -math.inf, math.inf
+
+
+def _terms(place: Site) -> int:
+    """The number of terms of each sum."""
+    shape = place.invars[0].aval.shape
+    if place.name == "cumsum":
+        return int(shape[place.eqn.params["axis"]])
+    axes = place.eqn.params["axes"] if place.name == "reduce_sum" else place.eqn.params["dimension_numbers"][0][0]
+    return math.prod(shape[d] for d in axes)
+
+
+def _no_nan(corners: Iterable[float]) -> tuple[float, float]:
+    """The least and the greatest of the corners of an interval; 0 × inf is unknown."""
+    found = list(corners)
+    return (-math.inf, math.inf) if any(map(math.isnan, found)) else (min(found), max(found))
