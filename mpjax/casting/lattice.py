@@ -90,8 +90,11 @@ def softened(level: Level, use: Use) -> Level:
 
 
 def at_boundary(value: Inferred, use: Use) -> Inferred:
-    """How a sub-jaxpr returns a value: in half if it counts as half, or if every consumer reads half."""
-    if value.storage == HALF:
+    """How a sub-jaxpr returns a value: in half if it counts as half, or if every consumer reads half.
+
+    Not if a consumer amplifies its rounding.
+    """
+    if value.storage == HALF or use & Use.AMPLIFIED:
         return value
     if value.level == Level.HALF and use & Use.ANY_HALF:
         return Inferred(Level.HALF, HALF)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mpjax.casting.attention.kernel import ATTENTION
+from mpjax.casting.cancellation import cancels
 from mpjax.casting.classify import EXACT, Listing, classify, is_inner_product
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
 from mpjax.casting.prepare import prepared
@@ -116,7 +117,7 @@ def _uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
             continue
         for v in closed_over(jaxpr, eqn) if listing.op is Op.ENTER and not setting.in_rule else ():
             add(v, Use.READ | Use.FLOAT if tracked(v) else Use.READ)
-        for v, use in zip(eqn.invars, _of_operands(eqn, outs, listing, setting), strict=True):
+        for v, use in zip(eqn.invars, _of_operands(jaxpr, eqn, outs, listing, setting), strict=True):
             add(v, use if tracked(v) else Use.READ)
     return Uses(of, tuple(reversed(listings)), tuple(of.get(v, Use.NONE) for v in jaxpr.invars))
 
@@ -144,7 +145,7 @@ def _may_be_looked_for(eqn: Any) -> bool:
     return any(_may_be_looked_for(inner) for sub in sub_jaxprs(eqn) for inner in sub.opened.eqns)
 
 
-def _of_operands(eqn: Any, outs: Sequence[Use], listing: Listing, setting: Setting) -> Sequence[Use]:
+def _of_operands(jaxpr: Any, eqn: Any, outs: Sequence[Use], listing: Listing, setting: Setting) -> Sequence[Use]:
     if listing.op is Op.ENTER:
         inside = setting.inside(eqn, listing.region)
         inner = setting.higher_order[eqn.primitive.name].uses(eqn, tuple(outs), inside)
@@ -169,6 +170,7 @@ def _of_operands(eqn: Any, outs: Sequence[Use], listing: Listing, setting: Setti
     if (
         row.amplifies == "all"
         or (row.amplifies == "equals" and _of_one_shape(eqn))
+        or (row.adds and cancels(jaxpr, eqn))
         or to_integers
         or steps
         or (out & Use.AMPLIFIED and (not row.kernel or listing.op is Op.INFER))

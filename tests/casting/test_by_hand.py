@@ -9,7 +9,7 @@ import pytest
 
 import mpjax
 from testing.random_programs.evaluate import in_numpy
-from testing.sensitive import KINDS, error_of_by_hand
+from testing.sensitive import KINDS, Kind, error_of_by_hand
 
 
 @pytest.mark.standard_promotion
@@ -19,6 +19,39 @@ from testing.sensitive import KINDS, error_of_by_hand
 def test_the_error_of_the_gradient_is_at_most_twice_that_of_casts_by_hand(name, dtype):
     found = error_of_by_hand(KINDS[name], lambda loss: mpjax.autocast(loss, f"mixed_{dtype}"), jnp.dtype(dtype))
     assert found <= 2.0
+
+
+# What an operation has at 0 is taken from it again.
+DIFFERENCES = {
+    "exp(h) - 1": lambda h: jnp.exp(h) - 1,
+    "1 - exp(h)": lambda h: 1 - jnp.exp(h),
+    "exp(h) + (-1)": lambda h: jnp.exp(h) + (-1.0),
+    "cos(h) - 1": lambda h: jnp.cos(h) - 1,
+    "sqrt(1 + h²) - 1": lambda h: jnp.sqrt(1 + h * h) - 1,
+    "1 - sqrt(1 - h)": lambda h: 1 - jnp.sqrt(1 - h),
+    "2 sigmoid(h) - 1": lambda h: 2 * jax.nn.sigmoid(h) - 1,
+    "1 / (1 + h) - 1": lambda h: 1 / (1 + h) - 1,
+    "(1 + h)² - 1": lambda h: (1 + h) ** 2 - 1,
+    "of a jit": lambda h: jax.jit(jnp.exp)(h) - 1,
+    "in a jit": jax.jit(lambda h: jnp.exp(h) - 1),
+    "in a scan": lambda h: jax.lax.scan(lambda c, x: (c, jnp.exp(x) - 1), 0.0, h)[1],
+    "a gate, which does not cancel": lambda h: 1 - jax.nn.sigmoid(h),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_difference_from_a_number_is_as_exact_as_by_hand(name, dtype):
+    rng = np.random.default_rng(0)
+    params = [np.float32(rng.normal(size=(32, 32)) / 6) for _ in range(2)]
+
+    def loss(p, x):
+        return jnp.mean((DIFFERENCES[name](x @ p[0]) @ p[1]) ** 2)
+
+    small = Kind(loss, params, np.float32(rng.normal(size=(16, 32)) / 100))
+    found = error_of_by_hand(small, lambda loss: mpjax.autocast(loss, f"mixed_{dtype}"), jnp.dtype(dtype))
+    assert found <= 1.5
 
 
 # The bins of a distribution, as in a distributional critic or MuZero: constants of the program, or made in it.

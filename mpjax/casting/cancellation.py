@@ -1,0 +1,71 @@
+"""Differences from a number that a value has where its argument is 0: `exp(h) - 1`, `1 - cos(h)`, `2 * sigmoid(h) - 1`.
+
+Small arguments are common (a network's layers begin so), and then the difference cancels: rounded before it, nothing
+of the value is left. `1 - sigmoid(h)`, a gate, is 0.5 there and does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpjax.program import compat
+from mpjax.program.dataflow import Dataflow, dataflow
+from mpjax.program.graph import sub_jaxprs
+from mpjax.program.host import bind_on_host
+from mpjax.program.primitives import primitive
+
+# By name: in a difference, the sign of each operand counts.
+
+# Operations between the argument and the difference.
+_DEEP = 8
+
+
+def cancels(jaxpr: Any, eqn: Any) -> bool:
+    """Whether an addition or subtraction takes a number from a value that is this number at 0."""
+    for v, other in (eqn.invars, eqn.invars[::-1]):
+        number = _number(other)
+        if number and not isinstance(v, compat.Literal):
+            found = _at_zero(dataflow(jaxpr), v, {}, _DEEP)
+            wanted = number if eqn.primitive.name == "sub" else -number
+            return found is not None and abs(found - wanted) <= 1e-3 * abs(wanted)
+    return False
+
+
+def _number(v: Any) -> float:
+    """The number of a scalar literal; 0 for anything else."""
+    return _scalar(v) or 0.0 if isinstance(v, compat.Literal) else 0.0
+
+
+def _scalar(literal: Any) -> float | None:
+    value = np.asarray(literal.val)
+    return float(value) if value.ndim == 0 and value.dtype.kind in "fiub" else None
+
+
+def _at_zero(flow: Dataflow, v: Any, env: dict[Any, float | None], depth: int) -> float | None:
+    """The value of a variable where all that is not computed element by element is 0; None if that is not known."""
+    if isinstance(v, compat.Literal):
+        return _scalar(v)
+    eqn = flow.maker(v)
+    if eqn is None:
+        return env.get(v, 0.0)
+    row = primitive(eqn.primitive.name)
+    if not (row.pointwise or row.whole or row.call):
+        return 0.0
+    if not depth or v.aval.dtype.kind not in "fiub":
+        return None
+    operands = [_at_zero(flow, x, env, depth - 1) for x in eqn.invars]
+    if row.whole:
+        return operands[0]
+    if row.call:
+        (inner,) = sub_jaxprs(eqn)
+        opened = inner.opened
+        inside = dict(zip(opened.invars, operands, strict=True))
+        out = opened.outvars[eqn.outvars.index(v)]
+        return _at_zero(dataflow(opened), out, inside, depth - 1)
+    if None in operands:
+        return None
+    arrays = [np.asarray(y, x.aval.dtype) for y, x in zip(operands, eqn.invars, strict=True)]
+    found = bind_on_host(eqn, arrays, wide=False)
+    return float(found[0]) if found and found[0] is not None and np.ndim(found[0]) == 0 else None
