@@ -24,7 +24,7 @@ Residuals = Literal["auto", "half", "full"]
 ResidualStream = Literal["half", "float32"]
 WeightGradients = Literal["float32", "everywhere", "half"]
 CrossEntropy = Literal["unfused", "fused"]
-Attention = Literal["auto", "fused", "unfused", "cudnn", "pallas", "xla"]
+Attention = Literal["auto", "fused", "unfused", "cudnn", "pallas", "tokamax", "xla"]
 CHOICES = {
     "level": get_args(Level),
     "residuals": get_args(Residuals),
@@ -88,8 +88,8 @@ class Rules:
         attention: `"auto"` runs attention that the function writes out in a fused kernel, which stores no scores, where
             the device has one (cuDNN's on CUDA, Pallas's on a TPU), rows have more than 512 scores, and no flag asks
             for determinism or checks of each operation. `"fused"` does so for rows of any length, and on other devices
-            computes a block of queries at a time. `"cudnn"`, `"pallas"` and `"xla"` (the blocks) are the
-            implementations by name, whatever the device. `"unfused"` runs attention as it is written.
+            computes a block of queries at a time. `"cudnn"`, `"pallas"`, `"tokamax"` (if it is installed) and `"xla"`
+            (the blocks) are the implementations by name, whatever the device. `"unfused"` leaves it as it is written.
         cross_entropy: `"fused"` computes a loss from statistics of each row of its logits (the logsumexp, the logits at
             the labels), a block of the vocabulary at a time: no array of tokens × vocabulary is stored, for a third
             more FLOPs of the head. `"unfused"` runs a loss as it is written.

@@ -209,9 +209,43 @@ def _unrepeated(y: Any, like: Any) -> Any:
     return jnp.sum(y.reshape(*y.shape[:2], like.shape[2], -1, y.shape[3]).astype(np.float32), 3)
 
 
+# tokamax's kernels, for GPUs and TPUs. It keeps what its backward pass reads to itself, so that one runs forward again.
+
+
+def _tokamax(form: Form, q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
+    try:
+        import tokamax
+    except ImportError as error:
+        raise ImportError(f"pip install tokamax, for Python 3.12 and JAX 0.11.1 ({error})") from None
+    if form.cap and bias is not None:
+        raise NotImplementedError("it adds a bias before it caps")
+    if form.window != (None, None) and not form.is_causal:
+        visible = band(form, 0, q.shape[1], k.shape[1])
+        mask = visible[None, None] if mask is None else mask & visible
+    return tokamax.dot_product_attention(
+        q, k, v, bias=bias, mask=mask, scale=form.scale, is_causal=form.is_causal, logits_soft_cap=form.cap or None
+    )
+
+
+def _tokamax_forward(x: Operands, form: Form) -> Sequence[Any]:
+    out = _tokamax(form, *x)
+    return out.astype(x.q.dtype), jnp.zeros((x.q.shape[0], x.q.shape[2], x.q.shape[1]), np.float32)
+
+
+def _tokamax_backward(x: Operands, out: Any, logsumexp: Any, ct: Any, form: Form) -> Operands:
+    floats = [y for y in x[:4] if y is not None]
+
+    def kernel(q: Any, k: Any, v: Any, bias: Any = None) -> Any:
+        return _tokamax(form, q, k, v, bias, x.mask).astype(ct.dtype)
+
+    _, pullback = jax.vjp(kernel, *floats)
+    return Operands(*pullback(ct))
+
+
 _PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "cudnn": (_cudnn_forward, _cudnn_backward),
     "pallas": (_pallas_forward, _pallas_backward),
+    "tokamax": (_tokamax_forward, _tokamax_backward),
     "xla": (attention.in_blocks, attention.gradients_in_blocks),
 }
 
