@@ -30,10 +30,14 @@ from perf.environment import versions
 _MAX_SKIPS = 50
 
 
-class Interruption(contextlib.ExitStack):
-    """A context in which the first SIGINT or SIGTERM asks the loop to stop at the next step.
+ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 
-    A second signal has its normal effect, so that a hanging run can still be ended. Orbax's `reached_preemption`
+
+class Interruption(contextlib.ExitStack):
+    """A context in which the first signal to end asks the loop to stop at the next step.
+
+    Clusters send SIGTERM, or what they are told to before the time is up (SIGUSR1), a closed terminal SIGHUP. A signal
+    that the process ignores (SIGHUP, under nohup) stays ignored. A second one has its normal effect, so that a hanging run can still be ended. Orbax's `reached_preemption`
     handles only SIGTERM, and only under `jax.distributed`.
 
     Attributes:
@@ -45,8 +49,9 @@ class Interruption(contextlib.ExitStack):
     def __enter__(self) -> Interruption:
         # Python allows only the main thread to set signal handlers.
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.callback(signal.signal, number, signal.signal(number, self._handle))
+            for number in ENDING:
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self.callback(signal.signal, number, signal.signal(number, self._handle))
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -198,7 +198,10 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(text)
+    with part.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # Otherwise a crash of the machine may leave an empty file under the new name.
     os.replace(part, path)
 
 

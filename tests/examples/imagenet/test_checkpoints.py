@@ -20,6 +20,7 @@ from sklearn.metrics import accuracy_score, classification_report
 from examples.common import modes, weights
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError
+from examples.common.loop import ENDING, Interruption
 from examples.common.run_folder import RunFolder
 from examples.common.training import Variables, change_precision, float32_params
 from examples.common.weights import cast_weights, read_about
@@ -45,6 +46,23 @@ def trained(quick_runs, tmp_path_factory):
     output = tmp_path_factory.mktemp("trained") / "run"
     assert main(digit_flags(output)) == 0
     return output
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_each_signal_to_end_stops_the_loop_at_the_next_step(number):
+    with Interruption() as interruption:
+        signal.raise_signal(number)
+        assert interruption.signal == number
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with Interruption() as interruption:
+            signal.raise_signal(signal.SIGHUP)
+            assert interruption.signal is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.slow
