@@ -37,8 +37,8 @@ class Interruption(contextlib.ExitStack):
     """A context in which the first signal to end asks the loop to stop at the next step.
 
     Clusters send SIGTERM, or what they are told to before the time is up (SIGUSR1), a closed terminal SIGHUP. A signal
-    that the process ignores (SIGHUP, under nohup) stays ignored. A second one has its normal effect, so that a hanging run can still be ended. Orbax's `reached_preemption`
-    handles only SIGTERM, and only under `jax.distributed`.
+    that the process ignores (SIGHUP, under nohup) stays ignored. A second one has its normal effect, so that a hanging
+    run can still be ended. Orbax's `reached_preemption` handles only SIGTERM, and only under `jax.distributed`.
 
     Attributes:
         signal: The received signal, or None.
