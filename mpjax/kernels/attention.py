@@ -153,6 +153,8 @@ def band(form: Form, first: Any, queries: int, keys: int) -> Any:
 
 
 def _dot(spec: str, a: Any, b: Any) -> Any:
+    if compat.contracts_rows(a.dtype):  # XLA for CPUs has no other product of half operands in float32.
+        a, b = a.astype(np.float32), b.astype(np.float32)
     return jnp.einsum(spec, a, b, preferred_element_type=np.float32)
 
 

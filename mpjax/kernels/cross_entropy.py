@@ -205,6 +205,8 @@ def _backward_program(*arrays: Any, head: Head, wrt: tuple[str, ...]) -> list[An
 
 
 def _dot(a: Any, b: Any, i: int, j: int) -> Any:
+    if compat.contracts_rows(a.dtype):  # XLA for CPUs has no other product of half operands in float32.
+        a, b = a.astype(np.float32), b.astype(np.float32)
     return lax.dot_general(a, b, (((i,), (j,)), ((), ())), preferred_element_type=np.float32)
 
 

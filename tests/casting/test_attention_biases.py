@@ -174,6 +174,24 @@ def test_a_constant_for_each_head_in_any_layout(form, added):
     assert mpjax.audit(lambda *args: jnp.sum(fused(*args)), q, k, v)
 
 
+def test_batch_and_heads_as_one_axis_with_a_bias_from_a_mask():
+    """As in BLOOM. On a CPU, the layout of these products has no kernel with half operands and a float32 result."""
+
+    def fun(q, k, v, seen):
+        alibi = (SLOPES[:, None] * ((jnp.cumsum(seen, -1) - 1) * seen)[:, None]).reshape(2 * N, 1, 6)
+        q, k, v = (x.swapaxes(1, 2).reshape(2 * N, 6, H) for x in (q, k, v))
+        scores = (alibi + q @ k.swapaxes(1, 2) / 4).reshape(2, N, 6, 6)
+        scores = scores + jnp.triu(jnp.ones((6, 6)), 1) * -1e9 + (1 - seen)[:, None, None] * -1e30
+        return jax.nn.softmax(scores).reshape(2 * N, 6, 6) @ v
+
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 6, N, H)) for i in range(3))
+    seen = jnp.ones((2, 6)).at[0, 4:].set(0)
+    fused = mpjax.autocast(fun, "mixed_bfloat16", rules=Rules(attention="xla"))
+    assert "fused_attention" in [row.op for row in mpjax.explain(fused, q, k, v, seen).rows]
+    gradient = lambda fun: jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(fun(*args))), (0, 1, 2)))(q, k, v, seen)
+    assert (relative(gradient(fused), gradient(fun)) < 0.03).all()
+
+
 WINDOWS = {
     "tril": (lambda n: jnp.tril(jnp.ones((n, n), bool)), "causal"),
     "compared positions": (lambda n: jnp.arange(n)[:, None] >= jnp.arange(n)[None], "causal"),
