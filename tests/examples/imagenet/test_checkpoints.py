@@ -50,9 +50,13 @@ def trained(quick_runs, tmp_path_factory):
 
 @pytest.mark.parametrize("number", ENDING)
 def test_each_signal_to_end_stops_the_loop_at_the_next_step(number):
-    with Interruption() as interruption:
-        signal.raise_signal(number)
-        assert interruption.signal == number
+    before = signal.signal(number, signal.SIG_DFL)  # The tests themselves may run under nohup.
+    try:
+        with Interruption() as interruption:
+            signal.raise_signal(number)
+            assert interruption.signal == number
+    finally:
+        signal.signal(number, before)
 
 
 def test_an_ignored_signal_stays_ignored():
