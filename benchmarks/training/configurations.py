@@ -19,6 +19,9 @@ Carry = dict[str, Any]
 Step = Callable[[Carry, Batch], tuple[Carry, jax.Array]]
 
 
+AS_WRITTEN = mpjax.Rules(attention="unfused")
+
+
 @dataclasses.dataclass(frozen=True)
 class Configuration:
     """One way to train.
@@ -29,7 +32,7 @@ class Configuration:
         policy: An mpjax policy by name; its compute dtype is also the hand-written form's.
         scaling: "none", "mpjax" or "flax" (its `DynamicScale`).
         matmul_precision: `jax_default_matmul_precision`; None is JAX's default, TF32 on a GPU.
-        rules: The rules of autocast.
+        rules: The rules of autocast. Attention is as the model writes it, unless they say otherwise.
         state: A lean form of parameters and optimizer state, by its name in `LEAN`.
     """
 
@@ -37,7 +40,7 @@ class Configuration:
     policy: str = "float32"
     scaling: str = "none"
     matmul_precision: str | None = None
-    rules: mpjax.Rules | None = None
+    rules: mpjax.Rules = AS_WRITTEN
     state: str = ""
 
     @property
@@ -74,7 +77,9 @@ CONFIGURATIONS = {
 PLANNED = {
     # "fused" by its name on the device that it is compiled for: the process that compiles has no such device.
     "autocast_bfloat16_fused": Configuration("autocast", "mixed_bfloat16", rules=mpjax.Rules(attention="cudnn")),
-    "autocast_bfloat16_full": Configuration("autocast", "mixed_bfloat16", rules=mpjax.Rules(residuals="full")),
+    "autocast_bfloat16_full": Configuration(
+        "autocast", "mixed_bfloat16", rules=mpjax.Rules(attention="unfused", residuals="full")
+    ),
     "autocast_bfloat16_master_weights": Configuration("autocast", "mixed_bfloat16", state="master_weights"),
     "autocast_bfloat16_stochastic_rounding": Configuration("autocast", "mixed_bfloat16", state="stochastic_rounding"),
     "autocast_bfloat16_low_bit_state": Configuration("autocast", "mixed_bfloat16", state="low_bit_state"),

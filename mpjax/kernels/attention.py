@@ -30,6 +30,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
+from mpjax.kernels.derivatives import define_compiled, derive_formulas, same_axes, vary_as
 from mpjax.program import compat
 
 # A score that no key has. (-inf would give NaN in a row without keys.)
@@ -89,7 +90,7 @@ def attention(operands: Operands, form: Form) -> Any:
     if compat.under_jet():
         return formula(operands, form)[0]
     given = _Given.of(operands)
-    return forward_p.bind(*_same_axes(given.arrays), form=form, given=given.names)[0]
+    return forward_p.bind(*same_axes(given.arrays), form=form, given=given.names)[0]
 
 
 # The formulas.
@@ -215,7 +216,7 @@ def gradients_in_blocks(x: Operands, out: Any, logsumexp: Any, ct: Any, form: Fo
         zeros = zeros._replace(bias=jnp.zeros(x.bias.shape, np.float32))
     rows = (blocks.split(x), *(blocks.apart(y, d) for y, d in ((logsumexp, 2), (ct, 1))), blocks.first)
     arrays = [y for y in (x.q, x.k, x.v, x.bias, ct) if y is not None]
-    zeros = jax.tree.map(lambda zero: _vary_as(zero, arrays), zeros)
+    zeros = jax.tree.map(lambda zero: vary_as(zero, arrays), zeros)
     sums, (q, bias) = lax.scan(body, zeros, rows)
     return Operands(blocks.joined(q, 1), sums.k, sums.v, blocks.joined(bias, 2) if whole else sums.bias)
 
@@ -290,15 +291,6 @@ def operands_of(names: Sequence[str], arrays: Sequence[Any]) -> Operands:
     return Operands(**{**dict.fromkeys(("q", "k", "v")), **dict(zip(names, arrays, strict=True))})
 
 
-def _same_axes(arrays: Sequence[Any]) -> list[Any]:
-    """The arrays, which vary along the same axes of a `shard_map`."""
-    return [_vary_as(y, arrays) for y in arrays]
-
-
-def _vary_as(y: Any, arrays: Sequence[Any]) -> Any:
-    return compat.vary(y, tuple(frozenset().union(*map(compat.varying_axes, arrays))))
-
-
 def _forward_program(*arrays: Any, form: Form, given: tuple[str, ...]) -> list[Any]:
     return list(in_blocks(operands_of(given, arrays), form))
 
@@ -348,7 +340,7 @@ def _tangent_of(primals: Sequence[Any], tangents: Sequence[Any], outs: Sequence[
         return [compat.zero_tangent(out) for out in outs]
     # The formulas don't read the result, which a kernel's backward pass does.
     kept = outs if form.kernel != "xla" else outs[1:]
-    arrays = _same_axes([*primals, *kept, *(ad.instantiate_zeros(t) for t in known.values())])
+    arrays = same_axes([*primals, *kept, *(ad.instantiate_zeros(t) for t in known.values())])
     (tangent,) = tangent_p.bind(*arrays, form=form, given=given, wrt=tuple(known))
     return [tangent, compat.zero_tangent(outs[1])]
 
@@ -370,28 +362,9 @@ def _transpose(cts: Sequence[Any], *arrays: Any, form: Form, given: Any, wrt: tu
     asked = [name for name, x in zip(wrt, arrays[count:], strict=True) if ad.is_undefined_primal(x)]
     if type(ct) is ad.Zero or not asked:
         return [*nothing, *(None for _ in wrt)]
-    found = backward_p.bind(*_same_axes([*arrays[:count], ct]), form=form, given=given, wrt=tuple(asked))
+    found = backward_p.bind(*same_axes([*arrays[:count], ct]), form=form, given=given, wrt=tuple(asked))
     by_name = dict(zip(asked, found, strict=True))
     return [*nothing, *(by_name.get(name) for name in wrt)]
-
-
-def _derive(primitive: Primitive, whole: Callable[..., Any]) -> None:
-    """Gives a primitive the derivative of its formulas, in forward mode; JAX transposes that one."""
-
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-        fun = functools.partial(whole, **params)
-        inexact = [i for i, p in enumerate(primals) if compat.is_inexact(jax.typeof(p))]
-
-        def of_floats(*floats: Any) -> Any:
-            filled = list(primals)
-            for i, y in zip(inexact, floats, strict=True):
-                filled[i] = y
-            return fun(*filled)
-
-        _, out = jax.jvp(of_floats, [primals[i] for i in inexact], [ad.instantiate_zeros(tangents[i]) for i in inexact])
-        return primitive.bind(*primals, **params), out
-
-    ad.primitive_jvps[primitive] = jvp
 
 
 def _whole_backward(*arrays: Any, form: Form, given: Any, wrt: tuple[str, ...]) -> list[Any]:
@@ -417,7 +390,7 @@ def _set_batching(primitive: Primitive) -> None:
             y = jnp.moveaxis(y, d, 0) if d is not None else jnp.broadcast_to(y, (size, *y.shape))
             y = jnp.broadcast_to(y, (size, examples, *y.shape[2:])) if y.shape[1] != examples else y
             folded.append(y.reshape(size * examples, *y.shape[2:]))
-        outs = [y.reshape(size, examples, *y.shape[1:]) for y in primitive.bind(*_same_axes(folded), **params)]
+        outs = [y.reshape(size, examples, *y.shape[1:]) for y in primitive.bind(*same_axes(folded), **params)]
         if primitive is backward_p and of_bias and examples != 1:
             bias, at = names.index("bias"), params["wrt"].index("bias")
             if arrays[bias].shape[1 if dims[bias] == 0 else 0] == 1:  # It was copied for each example.
@@ -427,15 +400,8 @@ def _set_batching(primitive: Primitive) -> None:
     batching.primitive_batchers[primitive] = batch
 
 
-@functools.lru_cache(maxsize=1024)
-def _compiled(primitive: Primitive, **params: Any) -> Callable[..., Any]:
-    return jax.jit(functools.partial(primitive.bind, **params))
-
-
 def _define(primitive: Primitive, avals: Callable[..., Any]) -> None:
-    primitive.multiple_results = True
-    primitive.def_impl(lambda *arrays, **params: _compiled(primitive, **params)(*arrays))
-    primitive.def_abstract_eval(avals)
+    define_compiled(primitive, avals)
     _set_batching(primitive)
 
 
@@ -444,8 +410,8 @@ for _each in ((forward_p, _forward_avals), (tangent_p, _tangent_avals), (backwar
 ad.primitive_jvps[forward_p] = _jvp
 compat.set_linearization(forward_p, _linearization)
 ad.primitive_transposes[tangent_p] = _transpose
-_derive(tangent_p, _tangent_program)
-_derive(backward_p, _whole_backward)
+derive_formulas(tangent_p, _tangent_program)
+derive_formulas(backward_p, _whole_backward)
 
 # Each primitive as a function of its operands, by its formulas.
 PROGRAMS: dict[Primitive, Callable[..., Any]] = {

@@ -93,18 +93,18 @@ def in_half(x: Operands, form: Form) -> Any:
 
 def _cudnn_forward(x: Operands, form: Form) -> Sequence[Any]:
     low, kernel = _of_cudnn(x, form)
-    return _traced(kernel, low, x.q).forward(*low)
+    return _Traced(kernel, low, x.q).forward(*low)
 
 
 def _cudnn_backward(x: Operands, out: Any, logsumexp: Any, ct: Any, form: Form) -> Operands:
     low, kernel = _of_cudnn(x, form)
-    found = Operands(*_traced(kernel, low, ct).backward(*low, out, logsumexp, ct))
+    found = Operands(*_Traced(kernel, low, ct).backward(*low, out, logsumexp, ct))
     if x.bias is not None:
         found = found._replace(bias=attention.summed_as(found.bias.astype(np.float32), x.bias))
     return found
 
 
-class _traced:
+class _Traced:
     """A library's attention with its gradient, apart: what makes the result and the logsumexp, and what reads them.
 
     Args:

@@ -24,6 +24,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from mpjax.kernels.derivatives import define_compiled, derive_formulas, same_axes, vary_as
 from mpjax.program import compat
 
 # The logits of a block that exist at once.
@@ -78,7 +79,7 @@ def statistics(x: Any, w: Any, bias: Any, labels: Sequence[Any], head: Head) -> 
         (dtype('float32'), 2.0794)
     """
     given = (x, w, *([] if bias is None else [bias]), *labels)
-    logsumexp, largest, total, best, *at = forward_p.bind(*_same_axes(given), head=head)
+    logsumexp, largest, total, best, *at = forward_p.bind(*same_axes(given), head=head)
     return Statistics(logsumexp, largest, total, best, tuple(at))
 
 
@@ -141,7 +142,7 @@ class _Walk:
     def run(self, body: Callable[..., Any], carry: Any) -> Any:
         """The carry after all blocks; `body(carry, start, fresh) → carry`, where columns from `fresh` on are new."""
         arrays = [y for y in (self.x, self.low, self.bias) if y is not None]
-        carry = jax.tree.map(lambda y: _vary_as(y, arrays), carry)
+        carry = jax.tree.map(lambda y: vary_as(y, arrays), carry)
         if len(self.starts) == 1:
             return body(carry, 0, 0)
         steps = (jnp.asarray(self.starts), jnp.asarray(self.fresh))
@@ -231,14 +232,6 @@ forward_p, tangent_p = Primitive("cross_entropy"), Primitive("cross_entropy_tang
 backward_p = Primitive("cross_entropy_backward")
 
 
-def _vary_as(y: Any, arrays: Sequence[Any]) -> Any:
-    return compat.vary(y, tuple(frozenset().union(*map(compat.varying_axes, arrays))))
-
-
-def _same_axes(arrays: Sequence[Any]) -> list[Any]:
-    return [_vary_as(y, arrays) for y in arrays]
-
-
 @functools.lru_cache(maxsize=1024)
 def _row_types(x: Any, labels: int) -> list[Any]:
     def rows(x: Any) -> Any:
@@ -288,7 +281,7 @@ def _tangents_of(primals: Sequence[Any], tangents: Sequence[Any], outs: Sequence
     zeros = [compat.zero_tangent(out) for out in outs]
     if not known:
         return zeros
-    arrays = _same_axes([*primals, outs[0], *known.values()])
+    arrays = same_axes([*primals, outs[0], *known.values()])
     logsumexp, total, *at = tangent_p.bind(*arrays, head=head, wrt=tuple(known))
     return [logsumexp, zeros[1], total, zeros[3], *at]
 
@@ -311,7 +304,7 @@ def _transpose(cts: Sequence[Any], *arrays: Any, head: Head, wrt: tuple[str, ...
     asked = [name for name, x in zip(wrt, arrays[count:], strict=True) if ad.is_undefined_primal(x)]
     if not asked or all(type(ct) is ad.Zero for ct in cts):
         return [*nothing, *(None for _ in wrt)]
-    filled = _same_axes([*arrays[:count], *(ad.instantiate_zeros(ct) for ct in cts)])
+    filled = same_axes([*arrays[:count], *(ad.instantiate_zeros(ct) for ct in cts)])
     found = dict(zip(asked, backward_p.bind(*filled, head=head, wrt=tuple(asked)), strict=True))
     return [*nothing, *(found.get(name) for name in wrt)]
 
@@ -329,24 +322,6 @@ def _whole_backward(*arrays: Any, head: Head, wrt: tuple[str, ...]) -> list[Any]
         return _differentiable(formula(*filled, head=head))
 
     return list(jax.vjp(fun, *(given[i] for i in places))[1](cts))
-
-
-def _derive(primitive: Primitive, whole: Callable[..., Any]) -> None:
-    """Gives a primitive the derivative of its formulas, in forward mode; JAX transposes that one."""
-
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-        inexact = [i for i, p in enumerate(primals) if compat.is_inexact(jax.typeof(p))]
-
-        def of_floats(*floats: Any) -> Any:
-            filled = list(primals)
-            for i, y in zip(inexact, floats, strict=True):
-                filled[i] = y
-            return whole(*filled, **params)
-
-        _, out = jax.jvp(of_floats, [primals[i] for i in inexact], [ad.instantiate_zeros(tangents[i]) for i in inexact])
-        return primitive.bind(*primals, **params), out
-
-    ad.primitive_jvps[primitive] = jvp
 
 
 def _set_batching(primitive: Primitive, per_row: Callable[[int, Any], bool]) -> None:
@@ -371,21 +346,14 @@ def _set_batching(primitive: Primitive, per_row: Callable[[int, Any], bool]) -> 
         for y, d, rows in zip(moved, dims, of_rows, strict=True):
             y = jnp.broadcast_to(y, (size, *y.shape)) if rows and d is None else y
             folded.append(y.reshape(-1, *y.shape[2:]) if rows else y)
-        outs = primitive.bind(*_same_axes(folded), **params)
+        outs = primitive.bind(*same_axes(folded), **params)
         return [y.reshape(size, -1, *y.shape[1:]) for y in outs], [0] * len(outs)
 
     batching.primitive_batchers[primitive] = batch
 
 
-@functools.lru_cache(maxsize=1024)
-def _compiled(primitive: Primitive, **params: Any) -> Callable[..., Any]:
-    return jax.jit(functools.partial(primitive.bind, **params))
-
-
 def _define(primitive: Primitive, program: Callable[..., Any], avals: Callable[..., Any]) -> None:
-    primitive.multiple_results = True
-    primitive.def_impl(lambda *arrays, **params: _compiled(primitive, **params)(*arrays))
-    primitive.def_abstract_eval(avals)
+    define_compiled(primitive, avals)
     mlir.register_lowering(primitive, mlir.lower_fun(program, multiple_results=True))
 
 
@@ -413,5 +381,5 @@ for _primitive, _avals, _rows in (
 ad.primitive_jvps[forward_p] = _jvp
 compat.set_linearization(forward_p, _linearization)
 ad.primitive_transposes[tangent_p] = _transpose
-_derive(tangent_p, _tangent_program)
-_derive(backward_p, _whole_backward)
+derive_formulas(tangent_p, _tangent_program)
+derive_formulas(backward_p, _whole_backward)

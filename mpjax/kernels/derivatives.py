@@ -1,10 +1,12 @@
-"""Defines primitives with one result: what they compute, how they are batched, and their derivatives."""
+"""Defines primitives: what they compute, how they are batched, and their derivatives."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax.interpreters import ad, batching, mlir
 
 from mpjax.program import compat
@@ -69,3 +71,46 @@ def set_identity(primitive: Any, batch: Callable[..., Any]) -> None:
     primitive.def_abstract_eval(lambda x, *_, **__: x)
     mlir.register_lowering(primitive, lambda ctx, x, *_, **__: [x])
     batching.primitive_batchers[primitive] = batch
+
+
+# Primitives with several results, whose formulas JAX differentiates (attention, losses).
+
+
+def define_compiled(primitive: Any, abstract_eval: Callable[..., Any]) -> None:
+    """Defines a primitive with several results that is lowered outside of `jit` too, so that its kernel runs there."""
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *arrays, **params: _compiled(primitive, **params)(*arrays))
+    primitive.def_abstract_eval(abstract_eval)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(primitive: Any, **params: Any) -> Callable[..., Any]:
+    return jax.jit(functools.partial(primitive.bind, **params))
+
+
+def derive_formulas(primitive: Any, whole: Callable[..., Any]) -> None:
+    """Gives a primitive the derivative of its formulas, in forward mode; JAX transposes that one."""
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+        inexact = [i for i, p in enumerate(primals) if compat.is_inexact(jax.typeof(p))]
+
+        def of_floats(*floats: Any) -> Any:
+            filled = list(primals)
+            for i, y in zip(inexact, floats, strict=True):
+                filled[i] = y
+            return whole(*filled, **params)
+
+        _, out = jax.jvp(of_floats, [primals[i] for i in inexact], [ad.instantiate_zeros(tangents[i]) for i in inexact])
+        return primitive.bind(*primals, **params), out
+
+    ad.primitive_jvps[primitive] = jvp
+
+
+def vary_as(y: Any, arrays: Sequence[Any]) -> Any:
+    """An array that varies along all axes of a `shard_map` that some arrays vary along."""
+    return compat.vary(y, tuple(frozenset().union(*map(compat.varying_axes, arrays))))
+
+
+def same_axes(arrays: Sequence[Any]) -> list[Any]:
+    """The arrays, which vary along the same axes of a `shard_map`."""
+    return [vary_as(y, arrays) for y in arrays]

@@ -209,6 +209,26 @@ def test_a_loss_whose_logits_are_read_stays_as_it_is(loss):
     assert programs[0] == programs[1]
 
 
+def shifted(stop):
+    """A softmax written out, with or without a gradient through the shift."""
+
+    def loss(params, x, y):
+        logits = logits_of(params, x)
+        z = logits - stop(jnp.max(logits, -1, keepdims=True))
+        log_p = z - jnp.log(jnp.sum(jnp.exp(z), -1, keepdims=True))
+        return -jnp.mean(jnp.take_along_axis(log_p, y[..., None], -1))
+
+    return loss
+
+
+def test_the_advice_on_a_shift_helps_and_changes_nothing():
+    args, plain, stopped = arguments(), shifted(lambda m: m), shifted(jax.lax.stop_gradient)
+    assert "jax.lax.stop_gradient" in rows(plain, *args)[0].why
+    assert rows(stopped, *args)[0].op == "fused_cross_entropy"
+    found, expected = (jax.grad(model(loss))(*args) for loss in (stopped, plain))
+    assert (relative(found, expected) < 1e-5).all()
+
+
 def test_labels_that_no_vocabulary_has_are_nan_where_they_are_as_written():
     params, x, y = arguments()
     y = y.at[0, 0].set(V + 3)

@@ -196,7 +196,9 @@ class _Search:
                 return Exponential(logits)
             case "mul", [Logits() as logits, Labels() as labels] | [Labels() as labels, Logits() as logits]:
                 return Picked(labels, logits)
-            case "select_n", [Labels(((label, 1.0),), 0.0), None, Logits() as logits] if self._is_zero(eqn.invars[1]):
+            case "select_n", [Labels(((label, 1.0),), 0.0), None, Logits() as logits] if (
+                self._number(eqn.invars[1]) == 0
+            ):
                 return Picked(Labels(((label, 1.0),)), logits)
             case "neg", [Picked(labels, logits)]:
                 return Picked(Labels(tuple((y, -f) for y, f in labels.factors), -labels.rest), logits)
@@ -211,7 +213,9 @@ class _Search:
             case "reduce_max", [Logits(shift)] if self._over_vocabulary(eqn):
                 self.is_loss = True
                 if not self._is_stopped(eqn.outvars[0]):
-                    raise Refused("its largest logit has a gradient: use jax.lax.stop_gradient, which changes nothing")
+                    raise Refused(
+                        "its largest logit has a gradient: jax.lax.stop_gradient, if it only shifts the logits"
+                    )
                 return self._note(eqn, lambda found, *rows: found[1] + _total(shift, rows), shift)
             case "reduce_sum", [Exponential(Logits(shift))] if self._over_vocabulary(eqn):
                 return self._note(eqn, lambda found, *rows: jnp.exp(found[0] + _total(shift, rows)), shift)
@@ -289,18 +293,14 @@ class _Search:
             return None
         wide = [n for n, d in zip(shape, dims, strict=True) if d < len(self.shape)]
         last = [n for n, d in zip(shape, dims, strict=True) if d == len(self.shape)]
-        return (
-            source if last in ([], [1]) and [n for n in wide if n != 1] == [n for n in self.shape if n != 1] else None
-        )
+        same = [n for n in wide if n != 1] == [n for n in self.shape if n != 1]
+        return source if same and last in ([], [1]) else None
 
     def _row(self, eqn: Any, x: Any) -> Any:
         source = self._source_of_row(x)
         if source is None:
             raise Refused(f"its logits are read by {eqn.primitive.name} ({source_line(eqn)})")
         return source
-
-    def _is_zero(self, x: Any) -> bool:
-        return self._number(x) == 0
 
     def _over_vocabulary(self, eqn: Any) -> bool:
         return bool(eqn.params["axes"] == (len(self.shape),))
