@@ -48,6 +48,8 @@ class RematRegion:
         model: The first region of the plan with the same computation, for example in an earlier layer; possibly this
             region. Regions share the function of their model, so that JAX differentiates and transposes it once.
         body: The function of a model.
+        remembering: The same as a function whose derivative reads packed inputs.
+        packs: The indices of those of `ins` that are kept in eight bits.
     """
 
     eqns: list[Step]
@@ -58,6 +60,8 @@ class RematRegion:
     is_last: bool = False
     model: RematRegion | None = None
     body: Callable[..., Any] | None = None
+    packs: tuple[int, ...] = ()
+    remembering: Callable[..., Any] | None = None
 
     @property
     def invars(self) -> Sequence[Any]:
@@ -98,8 +102,23 @@ def _saved(eqn: Any) -> Iterator[Any]:
         yield from variables(eqn.invars) if row.backward.saves is Saves.INPUTS else eqn.outvars
 
 
+def saved_by(step: Step) -> Sequence[Read]:
+    """The values that the derivative of a step saves, with storage dtypes."""
+    if step.action is Action.ENTER:
+        if primitive(step.eqn.primitive.name).rule:  # a mask, as for relu
+            return [(v, Storage.MASK) for v in step.eqn.outvars]
+        return [read for plan in step.plans for inner in plan.eqns for read in saved_by(inner)]
+    if step.action is not Action.BIND:
+        return []
+    return [(v, HALF if step.half else FULL) for v in _saved(step.eqn) if tracked(v)]
+
+
 def with_regions(
-    steps: Sequence[Step], values: Mapping[Any, Inferred], uses: Mapping[Any, Use], results: Sequence[Read]
+    steps: Sequence[Step],
+    values: Mapping[Any, Inferred],
+    uses: Mapping[Any, Use],
+    results: Sequence[Read],
+    packs: bool = False,
 ) -> list[Any]:
     """Groups steps into regions and keeps the others, in order.
 
@@ -108,8 +127,9 @@ def with_regions(
         values: The inferred dtypes of its values.
         uses: The uses of its values.
         results: The outputs of the plan, with the storage dtypes in which they are read.
+        packs: Whether half inputs of regions are kept in eight bits. Then half arithmetic forms regions, too.
     """
-    stretches = _Stretches(steps, values, uses, results)
+    stretches = _Stretches(steps, values, uses, results, packs)
     formed: list[Any] = []
     run: list[Step] = []
     outputs: set[Any] = set()
@@ -203,8 +223,9 @@ class _Stretches:
         values: Mapping[Any, Inferred],
         uses: Mapping[Any, Use],
         results: Sequence[Read],
+        packs: bool,
     ):
-        self.values, self.uses = values, uses
+        self.values, self.uses, self.packs = values, uses, packs
         self.models: dict[Any, RematRegion] = {}
         self._sizes: dict[Read, int] = {}
         self.readers: dict[Read, list[int]] = {}
@@ -219,8 +240,9 @@ class _Stretches:
 
     def divided(self, run: Sequence[Step]) -> list[Any]:
         """A run of cheap steps, with a region in it if one saves memory."""
-        saved = [self._saved_by(step) for step in run]
-        wide = [i for i, reads in enumerate(saved) if any(storage == FULL for _, storage in reads)]
+        saved = [list(saved_by(step)) for step in run]
+        worth = (FULL, HALF) if self.packs else (FULL,)
+        wide = [i for i, reads in enumerate(saved) if any(storage in worth for _, storage in reads)]
         if not wide:
             return list(run)
         results = self._results(run)
@@ -234,7 +256,7 @@ class _Stretches:
                 break
         window = _Window(self, run, saved, first, last)
         ins, outs = tuple(window.ins.items()), _outs(results, first, last)
-        without = sum(map(self.size, {read for reads in saved for read in reads}))
+        without = sum(map(self._size_unpacked, {read for reads in saved for read in reads}))
         if not outs or without <= window.bytes:
             return list(run)
         inside = list(run[first : last + 1])
@@ -246,16 +268,6 @@ class _Stretches:
         except TypeError:  # a parameter without a hash
             region.model = region
         return [*run[:first], region, *run[last + 1 :]]
-
-    def _saved_by(self, step: Step) -> list[Read]:
-        """The values that the derivative of a step saves, with storage dtypes."""
-        if step.action is Action.ENTER:
-            if primitive(step.eqn.primitive.name).rule:  # a mask, as for relu
-                return [(v, Storage.MASK) for v in step.eqn.outvars]
-            return [read for plan in step.plans for inner in plan.eqns for read in self._saved_by(inner)]
-        if step.action is not Action.BIND:
-            return []
-        return [(v, HALF if step.half else FULL) for v in _saved(step.eqn) if tracked(v)]
 
     def _best_start(self, run: Sequence[Step], saved: Sequence[list[Read]], first: int, last: int) -> int:
         """The start that minimises the stored bytes of a region that ends at `last`; the earliest of equals."""
@@ -291,8 +303,15 @@ class _Stretches:
     def size(self, read: Read) -> int:
         """The bytes that storing a value adds; 0 if it is stored anyway."""
         if read not in self._sizes:
-            self._sizes[read] = 0 if read in self.stored or self.is_input_value(read[0]) else _bytes(read)
+            packed = self.packs and read[1] == HALF
+            size = 0 if read in self.stored or self.is_input_value(read[0]) else _bytes(read)
+            self._sizes[read] = size // 2 if packed else size
         return self._sizes[read]
+
+    def _size_unpacked(self, read: Read) -> int:
+        """The bytes that a value adds where a derivative outside of regions saves it, so that it is not packed."""
+        in_half = self.packs and read[1] == HALF and not self.is_input_value(read[0])
+        return _bytes(read) if in_half else self.size(read)
 
     def _results(self, run: Sequence[Step]) -> list[_Result]:
         """The results of a run that are read."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from mpjax.casting.plan import Action, Plan, Step
 from mpjax.casting.remat import RematRegion
 from mpjax.casting.setting import FLOAT32, tracked
 from mpjax.kernels import staging, weight_gradients
+from mpjax.kernels.packed import PACKINGS, Packed, Packing, pack, remembered_matmul, remembering, tangent_of
 from mpjax.kernels.scaled_matmul import SCALINGS, Operand
 from mpjax.kernels.tpu import select, selects, unfused
 from mpjax.program import compat
@@ -38,12 +39,13 @@ from mpjax.program.primitives import MATMULS, Op, primitive
 class MixedValue:
     """A float32 value of the traced program: the array in each of its precisions, computed when first read."""
 
-    __slots__ = ("_arrays", "_scaled", "half", "in_loop")
+    __slots__ = ("_arrays", "_packed", "_scaled", "half", "in_loop")
 
     def __init__(self, half: np.dtype, full: Any = None, low: Any = None, in_loop: bool = False):
         self.half, self.in_loop = half, in_loop
         self._arrays = [full, low]
         self._scaled: dict[Any, Operand] = {}
+        self._packed: Packed | None = None
 
     def __getitem__(self, storage: Storage) -> Any:
         array = self._arrays[storage]
@@ -63,6 +65,12 @@ class MixedValue:
         if key not in self._scaled:
             self._scaled[key] = SCALINGS[format.scaling].quantise(self[storage], dtype, axes)
         return self._scaled[key]
+
+    def packed(self, packing: Packing) -> Packed:
+        """The half array in eight bits. All derivatives that read it share one copy."""
+        if self._packed is None:
+            self._packed = pack(self[HALF], packing)
+        return self._packed
 
     def share(self, storage: Storage, format: Format, operand: Operand) -> None:
         """Sets the quantised copy of the array of a storage dtype."""
@@ -146,7 +154,7 @@ def _run(program: Plan | RematRegion, env: dict[Any, Any], plan: Plan, scopes: i
             return _run_region(step, operands, plan)
         with compat.EquationContext(step.eqn, scopes):
             if step.action is Action.BIND:
-                return _bind(step, operands, half)
+                return _bind(step, operands, plan)
             if step.action is Action.ALIAS:
                 if step.outs[0] is None:
                     return [operands[0][HALF]]
@@ -169,8 +177,13 @@ def _run_region(region: RematRegion, operands: Sequence[Any], plan: Plan) -> Seq
         _without_weak_type(array_for(value, storage, iter(readers.get(v, ()))))
         for value, (v, storage) in zip(operands, region.ins, strict=True)
     ]
+    barriers = _barriers(region, plan)
     with compat.in_scopes(region.scopes):
-        outs = compat.checkpoint(model.body, arrays, _barriers(region, plan), _large_reductions)
+        if region.packs and not compat.under_jet():
+            packs = packed({i: operands[i] for i in region.packs}, plan)
+            outs = _remembering(model, plan, barriers)(arrays, packs)
+        else:
+            outs = compat.checkpoint(model.body, arrays, barriers, _large_reductions)
     values: dict[Any, Any] = {}
     for (v, storage), array in zip(region.outs, outs, strict=True):
         if v in values:
@@ -192,6 +205,26 @@ def _body(region: RematRegion, plan: Plan) -> Callable[..., tuple[Any, ...]]:
         return tuple(array_for(inside[v], storage, iter([flow.maker(v)]), scopes) for v, storage in region.outs)
 
     return body
+
+
+def packed(values: Mapping[int, MixedValue], plan: Plan) -> dict[int, Packed]:
+    """The half arrays of values in the packing of the rules."""
+    packing = PACKINGS[plan.setting.rules.residuals]
+    return {i: value.packed(packing) for i, value in values.items()}
+
+
+def _remembering(model: RematRegion, plan: Plan, barriers: bool | tuple[bool, ...]) -> Callable[..., Any]:
+    """A region as a function whose derivative reads packed inputs. Made once for a model, for JAX's caches."""
+    assert model.body is not None
+    if model.remembering is None:
+        of_arrays = list(barriers) if isinstance(barriers, tuple) else barriers
+        flags = of_arrays, barriers is not False, False
+
+        def checkpoint(fun: Callable[..., Any], *args: Any) -> Any:
+            return compat.checkpoint(fun, args, flags, None)
+
+        model.remembering = remembering(model.body, tangent_of(model.body, checkpoint))
+    return model.remembering
 
 
 def _flow(region: RematRegion) -> Dataflow:
@@ -234,8 +267,8 @@ def _without_weak_type(x: Any) -> Any:
     return staging.cast(x, x.dtype) if weak and jax.numpy.issubdtype(x.dtype, np.floating) else x
 
 
-def _bind(step: Step, operands: Sequence[Any], half: np.dtype) -> Sequence[Any]:
-    eqn = step.eqn
+def _bind(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
+    eqn, half = step.eqn, plan.setting.half
     args = [array_of(value, storage) for value, storage in zip(operands, step.reads, strict=True)]
     if eqn.primitive is CROSS_ENTROPY:
         return values_of(eqn.params["options"](*args), step.outs, half)
@@ -267,7 +300,16 @@ def _bind(step: Step, operands: Sequence[Any], half: np.dtype) -> Sequence[Any]:
     if step.parameters:
         full = [operands[i][FULL] if i in step.parameters else args[i] for i in range(2)]
         in_loop = [operands[i].in_loop if i in step.parameters else False for i in range(2)]
-        outs = weight_gradients.matmul(eqn.primitive, params, args, full, step.wide_gradients, avals, in_loop)
+        how = eqn.primitive, params, args, full, step.wide_gradients, avals, in_loop
+        if step.packs and not compat.under_jet():
+            outs = remembered_matmul(*how, packed({i: operands[i] for i in step.packs}, plan), not plan.setting.looped)
+        else:
+            outs = weight_gradients.matmul(*how)
+    elif step.packs and not compat.under_jet():
+        packs = packed({i: operands[i] for i in step.packs}, plan)
+        outs = remembered_matmul(
+            eqn.primitive, params, args, args, False, avals, (False, False), packs, not plan.setting.looped
+        )
     else:
         outs = staging.bind(eqn.primitive, args, params, avals)
     if not eqn.primitive.multiple_results:

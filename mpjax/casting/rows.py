@@ -57,13 +57,17 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class _Planned:
-    """An equation of a plan: its site and step, whether it is recomputed, and the pass of its derivative rule."""
+    """An equation of a plan: its site and step, whether it is recomputed, and the pass of its derivative rule.
+
+    `packed` is the format in which its derivative keeps an operand in eight bits.
+    """
 
     site: Site
     step: Step
     half: str
     recomputed: bool = False
     rule: str = ""
+    packed: str = ""
 
     @property
     def phase(self) -> str:
@@ -75,9 +79,11 @@ def _planned(plan: Plan, around: Site | None = None, recomputed: bool = False, r
     """Each equation of a plan, including those of sub-jaxprs and derivative rules."""
     for part in plan.eqns:
         is_recomputed = recomputed or isinstance(part, RematRegion)
+        packed = {part.invars[i] for i in part.packs} if part.packs else ()
         for step in part.eqns if isinstance(part, RematRegion) else (part,):
             site = site_of(step.eqn, around, plan.setting.owners)
-            yield _Planned(site, step, plan.setting.half.name, is_recomputed, rule)
+            format = plan.setting.rules.residuals if any(v in packed for v, _ in step.all_reads) else ""
+            yield _Planned(site, step, plan.setting.half.name, is_recomputed, rule, format)
             if is_left_alone(step):
                 yield from _left_alone(site, step, plan.setting.half.name, is_recomputed, rule)
             for inner in step.plans:
@@ -134,6 +140,8 @@ def _row(planned: _Planned) -> Row:
         tuple(_dtype(v, storage, planned.half) for v, storage in pairs if _float(v)) for pairs in (ins, outs)
     )
     listed, why = step.listing.op.value, step.why or step.listing.op.value
+    if planned.packed:
+        why = f"{why}; {planned.packed} for the backward pass"
     if _kept(step) and site.name not in MATMULS:
         listed, why = "kept", "no operand is float32"
     if step.scaled is not None and step.scaled.dtypes:

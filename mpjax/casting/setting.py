@@ -12,6 +12,7 @@ import numpy as np
 
 from mpjax.casting.rules import Rules
 from mpjax.casting.scaled import ScaledSetting
+from mpjax.kernels.packed import PACKINGS
 from mpjax.program import compat
 from mpjax.program.graph import NOBODY, Owners
 from mpjax.program.source import join, module_of
@@ -95,6 +96,11 @@ class Setting:
     def reads_scopes(self) -> bool:
         """Whether a rule matches module paths."""
         return self.rules.reads_scopes or bool(self.scaled and self.scaled.entries)
+
+    @property
+    def packs(self) -> bool:
+        """Whether half arrays are kept for the backward pass in eight bits."""
+        return self.rules.residuals in PACKINGS and self.recompute and not self.folded and not self.in_rule
 
     @functools.cached_property
     def plain(self) -> bool:

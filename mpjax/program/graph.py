@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -230,6 +231,31 @@ def sub_jaxprs(eqn: Any) -> Sequence[SubJaxpr]:
     if row.call or row.shards:
         return [SubJaxpr(jaxpr, every, count) for jaxpr in inner[:1]]
     return [_padded(jaxpr, ()) for jaxpr in inner]
+
+
+_inputs_read: weakref.WeakKeyDictionary[Any, tuple[bool, ...]] = weakref.WeakKeyDictionary()
+
+
+def operands_read(eqn: Any) -> Sequence[bool]:
+    """For each operand of an equation, whether the compiled program reads it; others are for derivatives alone."""
+    row, count = primitive(eqn.primitive.name), len(eqn.invars)
+    if row.identity:
+        return [i == 0 for i in range(count)]
+    if row.unread:
+        return [i < count - 1 for i in range(count)]
+    inner = sub_jaxprs(eqn)
+    passed = {i for sub in inner for i in sub.operands}
+    read = {i for sub in inner for i, used in zip(sub.operands, inputs_read(sub.opened), strict=True) if used}
+    return [i in read or i not in passed for i in range(count)]
+
+
+def inputs_read(jaxpr: Any) -> tuple[bool, ...]:
+    """The same for each input of an open jaxpr."""
+    if jaxpr not in _inputs_read:
+        read = [v for eqn in jaxpr.eqns for v, used in zip(eqn.invars, operands_read(eqn), strict=True) if used]
+        found = {v for v in (*read, *jaxpr.outvars) if not isinstance(v, compat.Literal)}
+        _inputs_read[jaxpr] = tuple(v in found for v in jaxpr.invars)
+    return _inputs_read[jaxpr]
 
 
 def replaced(jaxpr: Any, equation: Callable[[Any], Any], known: MutableMapping[Any, Any]) -> Any:

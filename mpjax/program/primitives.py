@@ -102,6 +102,7 @@ class Primitive(NamedTuple):
         replicates: Copies a value of one device to others, so its derivative is a sum over devices.
         label: Only names its operand, for functions that look for the name in a program.
         identity: Returns its first operand. The others are for its derivative alone.
+        unread: Its last operand is for its derivative alone; the compiled program doesn't read it.
         communicates: May send elements to other devices, which takes half the time in half.
         attends: The matmuls of scores by features in an attention, if it is one.
         heads: The matmuls of rows by a vocabulary in a loss, if it is one.
@@ -142,6 +143,7 @@ class Primitive(NamedTuple):
     replicates: bool = False
     label: bool = False
     identity: bool = False
+    unread: bool = False
     communicates: bool = False
     attends: str = ""
     heads: str = ""

@@ -33,9 +33,10 @@ from mpjax.casting.infer import Inference, plan_function
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, storage_of
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.remat import is_cheap
-from mpjax.casting.rewrite import arrays_of, run_closed, values_of
+from mpjax.casting.rewrite import arrays_of, packed, run_closed, values_of
 from mpjax.casting.setting import Setting
 from mpjax.casting.uses import Use, follows_one_value, uses
+from mpjax.kernels.packed import remembering, tangent_of
 from mpjax.program import compat, evaluator
 from mpjax.program.formats import Format
 
@@ -96,7 +97,10 @@ def _one_sub_jaxpr(
             axes = plan.setting.scaled.options.axes
             copies = [operands[i].quantised(FULL, format, format.dtype, axes) for i, format in call.copies]
             arrays += [x for copy in copies for x in (copy.q, copy.scale)]
-        outs = issue(step.eqn, call, body, arrays)
+        if step.packs and not compat.under_jet():
+            outs = _issue_remembering(step, operands, body, arrays, plan)
+        else:
+            outs = issue(step.eqn, call, body, arrays)
         return values_of(outs, call.plans[0].outs, plan.setting.half)
 
     return HigherOrder(uses_of_operands, infer, reissue, regions_inside)
@@ -177,6 +181,24 @@ def _issue_remat(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) -> Any
     key = ("remat", call.convention, flags, params["policy"])
     checkpoint = functools.partial(jax.checkpoint, body, prevent_cse=flags, policy=params["policy"])
     return cached_function(call.plans[0], key, checkpoint)(*arrays)
+
+
+def _issue_remembering(
+    step: Step, operands: Sequence[Any], body: Callable[..., Any], arrays: Sequence[Any], plan: Plan
+) -> Any:
+    """Issues a remat that keeps some of its inputs in eight bits."""
+    prevent_cse = any(compat.barriers(step.eqn.params, len(step.eqn.invars)))
+    key = ("remembering", step.inner.convention, prevent_cse)
+
+    def make() -> Any:
+        def checkpoint(fun: Callable[..., Any], *args: Any) -> Any:
+            return compat.checkpoint(fun, args, prevent_cse, None)
+
+        return remembering(body, tangent_of(body, checkpoint))
+
+    convention = step.inner.convention
+    packs = packed({n: operands[convention[n][0]] for n in step.packs}, plan)
+    return cached_function(step.inner.plans[0], key, make)(arrays, packs)
 
 
 # shard_map: the sub-jaxpr runs on every device, on that device's shards of the operands.

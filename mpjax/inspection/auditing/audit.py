@@ -28,7 +28,7 @@ from mpjax.inspection.devices import device_of, local_device
 from mpjax.inspection.reports import added_up, totals
 from mpjax.inspection.trials import argument_names
 from mpjax.program import compat, contexts
-from mpjax.program.graph import Site, lay_out, not_entered, walk
+from mpjax.program.graph import Site, lay_out, not_entered, operands_read, walk
 from mpjax.program.inlining import Flow, Value, flow_of
 from mpjax.program.interpreter import is_float
 from mpjax.program.owners import owners_of
@@ -169,7 +169,7 @@ def residuals_of(flow: Flow) -> Iterator[Value]:
     for node in flow.nodes:
         row = primitive(node.site.name)
         if node.site.phase != FORWARD:
-            reads = node.reads[:1] if row.identity else node.reads
+            reads = (value for value, read in zip(node.reads, operands_read(node.site.eqn), strict=True) if read)
             kept |= dict.fromkeys(value for value in map(_whole, reads) if value in forward)
             continue
         fills = row.whole or row.op is Op.CONVERT

@@ -1,0 +1,120 @@
+"""`Rules(residuals="float8")`: which half arrays the backward pass keeps in eight bits.
+
+An array is packed if all that its derivative is computed from reads it unpacked: matmuls, rematerialisation regions,
+and calls of `jax.checkpoint` that store their inputs alone. An array that anything else keeps in half is kept once, in
+half. So is one whose rounding a recomputed operation would amplify: the scores of a softmax, the argument of a
+logarithm, what a pooling takes the maximum of. The last region of a program keeps nothing for long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpjax.casting.attention.kernel import ATTENTION
+from mpjax.casting.cancellation import cancels
+from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
+from mpjax.casting.lattice import HALF, Inferred, Level
+from mpjax.casting.plan import Action, Step
+from mpjax.casting.remat import RematRegion, saved_by
+from mpjax.casting.setting import tracked
+from mpjax.kernels.packed import can_pack
+from mpjax.program import compat
+from mpjax.program.graph import sub_jaxprs
+from mpjax.program.primitives import MATMULS, Primitive, primitive
+
+# By name: of the calls, only a remat stores its inputs alone.
+
+
+def mark_packed(parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferred], jaxpr: Any) -> None:
+    """Sets `packs` of the steps and regions of a plan: the operands that their derivatives read packed.
+
+    Args:
+        parts: The steps and regions.
+        values: The inferred dtypes of the plan's values.
+        jaxpr: The program.
+    """
+    places = [list(_places(part, jaxpr)) for part in parts]
+    kept = {v for part in parts for v in _kept_in_half(part, jaxpr)}
+    for part, found in zip(parts, places, strict=True):
+        part.packs = tuple(i for i, v in found if v not in kept and _is_activation(v, values))
+
+
+def _is_activation(v: Any, values: Mapping[Any, Inferred]) -> bool:
+    return tracked(v) and values[v].level >= Level.LOOKED_UP and can_pack(v.aval.shape)
+
+
+def _places(part: Step | RematRegion, jaxpr: Any) -> Iterator[tuple[int, Any]]:
+    """The operands that the derivative of a part reads in half, and may read unpacked."""
+    if isinstance(part, RematRegion):
+        for i, (v, storage) in enumerate(part.ins):
+            if storage == HALF and not part.is_input[i] and _may_pack(part, v, jaxpr):
+                yield i, v
+    elif _is_matmul(part):
+        for i, v in enumerate(part.eqn.invars[:2]):
+            if part.reads[i] == HALF and i not in part.parameters and not isinstance(v, compat.Literal):
+                yield i, v
+    elif _stores_its_inputs(part):
+        for n, (i, storage) in enumerate(part.inner.convention):
+            if storage == HALF and not _amplifies([part.eqn], {part.invars[i]}, jaxpr):
+                yield n, part.invars[i]
+
+
+def _kept_in_half(part: Step | RematRegion, jaxpr: Any) -> Iterator[Any]:
+    """The values that the derivative of a part reads in half as they are."""
+    if isinstance(part, RematRegion):
+        for i, (v, storage) in enumerate(part.ins):
+            if storage == HALF and not part.is_input[i] and not _may_pack(part, v, jaxpr):
+                yield v
+    elif part.action is Action.BIND and not _is_matmul(part):
+        yield from (v for v, storage in saved_by(part) if storage == HALF)
+
+
+def _is_matmul(step: Step) -> bool:
+    plain = step.action is Action.BIND and step.half and not step.is_scaled
+    return plain and step.eqn.primitive.name in MATMULS and step.eqn.primitive not in (ATTENTION, CROSS_ENTROPY)
+
+
+def _stores_its_inputs(step: Step) -> bool:
+    """Whether a step is a call of `jax.checkpoint` whose policy saves nothing inside."""
+    is_remat = step.action is Action.ENTER and step.eqn.primitive.name == "remat2"
+    return is_remat and step.eqn.params["policy"] is None and not step.eqn.params["differentiated"]
+
+
+def _may_pack(region: RematRegion, v: Any, jaxpr: Any) -> bool:
+    return not region.is_last and not _amplifies((step.eqn for step in region.eqns), {v}, jaxpr)
+
+
+def _amplifies(eqns: Iterable[Any], rounded: set[Any], jaxpr: Any) -> bool:
+    """Whether an equation amplifies the rounding of values, before a sum averages it away."""
+    for eqn in eqns:
+        reads = [not isinstance(v, compat.Literal) and v in rounded for v in eqn.invars]
+        if not any(reads):
+            continue
+        row = primitive(eqn.primitive.name)
+        inner = [(sub.opened, sub.operands) for sub in sub_jaxprs(eqn)]
+        if row.amplifies == "all" or (row.amplifies == "second" and reads[1]) or (row.adds and cancels(jaxpr, eqn)):
+            return True
+        if _chooses(eqn, row):
+            return True
+        for opened, operands in inner:
+            inside = {w for w, i in zip(opened.invars, operands, strict=True) if i is not None and reads[i]}
+            if _amplifies(opened.eqns, inside, opened):
+                return True
+        if not row.kernel or inner:
+            rounded.update(eqn.outvars)
+    return False
+
+
+def _chooses(eqn: Any, row: Primitive) -> bool:
+    """Whether it compares elements with others, or with another number than 0: a maximum, a pooling, a threshold."""
+    if row.chooses or (row.kernel and row.elements):
+        return True
+    compares = row.compares or (row.pointwise and row.elements)
+    return bool(compares) and sum(not _is_zero(v) for v in eqn.invars) > 1
+
+
+def _is_zero(v: Any) -> bool:
+    return isinstance(v, compat.Literal) and not np.any(v.val)

@@ -1,0 +1,268 @@
+"""Arrays kept for the backward pass in eight bits: float8 elements, and a power of two for each block of a row.
+
+A function whose derivative reads packed operands computes its results from the operands themselves, so the forward pass
+is the same bit for bit. The derivative unpacks them under `jax.checkpoint`: only the packed form is stored.
+
+Source: block scaling with powers of two, "OCP Microscaling Formats (MX)", 2023; activations stored in float8,
+"COAT: Compressing Optimizer States and Activations for Memory-Efficient FP8 Training", ICLR 2025.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
+from jax.extend.core import Primitive
+from jax.interpreters import batching
+
+from mpjax.kernels import staging, weight_gradients
+from mpjax.kernels.derivatives import define, set_derivative
+from mpjax.program import compat
+from mpjax.program.formats import E4M3
+
+_SHORTEST_ROW = 16
+_LEAST, _MOST = np.int32(-126), np.int32(127)
+_BIAS = np.int32(127)  # of float32's exponent
+_MANTISSA_BITS = np.int32(23)
+
+
+class Packing(NamedTuple):
+    """A format of packed arrays.
+
+    Args:
+        dtype: The dtype of elements.
+        longest: The largest block: a longer one loses small elements beside a large one.
+        top: The largest element of a block is from 2 to this power to twice that.
+    """
+
+    dtype: np.dtype
+    longest: int
+    top: int
+
+
+# float8 rounds each element by up to 1/16 of its value; int8 rounds all of a block by up to 1/128 of the largest.
+PACKINGS = {"float8": Packing(E4M3, 128, 7), "int8": Packing(np.dtype(np.int8), 32, 6)}
+
+
+class Packed(NamedTuple):
+    """An array in eight bits.
+
+    Args:
+        elements: The shape of the array, in the dtype of a packing.
+        exponents: int8, one for each block of the last axis: elements are multiplied by 2 to this power.
+    """
+
+    elements: Any
+    exponents: Any
+
+
+def can_pack(shape: Sequence[Any]) -> bool:
+    """Whether arrays of a shape have rows long enough to be packed.
+
+    Example:
+        >>> can_pack((8, 64)), can_pack((8, 3)), can_pack(())
+        (True, False, False)
+    """
+    return bool(shape) and all(isinstance(n, int) for n in shape) and shape[-1] >= _SHORTEST_ROW
+
+
+def block_of(n: int, longest: int) -> int:
+    """The size of the blocks of rows: the largest divisor up to `longest`, of 16 at least; the row if there is none.
+
+    On a TPU, it is the row.
+
+    Example:
+        >>> block_of(768, 128), block_of(1000, 128), block_of(1000, 32), block_of(50257, 128)
+        (128, 125, 25, 29)
+    """
+    if compat.platform() == "tpu":  # Its rows are tiles of 128 elements: blocks would be copied to another layout.
+        return n
+    return next((size for size in range(longest, _SHORTEST_ROW - 1, -1) if n % size == 0), n)
+
+
+def pack(x: Any, packing: Packing) -> Packed:
+    """An array in eight bits; it has no derivative.
+
+    Zeros and signs stay exact, and so do equal elements of a block. Numbers that are not finite stay so: they
+    become NaN in float8, and infinite in int8.
+
+    Args:
+        x: float16 or bfloat16, shape (..., n).
+        packing: One of `PACKINGS`.
+
+    Example:
+        >>> x = jnp.array([[0, 1, -3, 2.1] * 16], jnp.bfloat16)
+        >>> [unpack(pack(x, each), x.dtype)[0, :4].astype(float).tolist() for each in PACKINGS.values()]
+        [[0.0, 1.0, -3.0, 2.0], [0.0, 1.0, -3.0, 2.09375]]
+    """
+    return _pack(x, packing, block_of(x.shape[-1], packing.longest))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _pack(x: Any, packing: Packing, block: int) -> Packed:
+    x = weight_gradients.detached.bind(x).astype(np.float32)
+    blocks = _in_blocks(x, x.shape[-1] // block)
+    largest = jnp.max(jnp.abs(blocks), axis=-1)
+    exponents = lax.shift_right_logical(lax.bitcast_convert_type(largest, np.int32), _MANTISSA_BITS) - _BIAS
+    exponents = jnp.clip(exponents - np.int32(packing.top), _LEAST, _MOST).astype(np.int8)
+    elements = (blocks * _power_of_two(-exponents.astype(np.int32))[..., None]).reshape(x.shape)
+    if packing.dtype == np.int8:
+        # NaN becomes the largest number of a block whose other elements are 0, which unpacks to infinity.
+        elements = jnp.where(jnp.isnan(elements), np.float32(127), elements)
+        elements = jnp.clip(jnp.round(elements), np.float32(-127), np.float32(127))
+    return Packed(elements.astype(packing.dtype), exponents)
+
+
+def unpack(packed: Packed, dtype: Any) -> Any:
+    """The array of a packed one, in a dtype."""
+    blocks = _in_blocks(packed.elements, packed.exponents.shape[-1]).astype(np.float32)
+    values = blocks * _power_of_two(packed.exponents.astype(np.int32))[..., None]
+    return values.reshape(packed.elements.shape).astype(dtype)
+
+
+def _in_blocks(x: Any, count: int) -> Any:
+    return x.reshape(*x.shape[:-1], count, x.shape[-1] // count)
+
+
+def _power_of_two(exponents: Any) -> Any:
+    """float32 powers of two, exact on every device."""
+    return lax.bitcast_convert_type(jnp.clip(exponents, _LEAST, _MOST) + _BIAS << _MANTISSA_BITS, np.float32)
+
+
+restored = Primitive("restored")
+
+
+def _restored(elements: Any, exponents: Any, x: Any) -> Any:
+    return unpack(Packed(elements, exponents), x.dtype)
+
+
+def _restored_batch(args: Sequence[Any], dims: Sequence[Any]) -> Any:
+    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
+    return restored.bind(*(batching.bdim_at_front(x, dim, size) for x, dim in zip(args, dims, strict=True))), 0
+
+
+# The third operand, the array itself, is for the derivative alone: a packed array has none, and the derivative of a
+# derivative needs one. The compiled program doesn't read it, so it stores the packed form only.
+define(restored, _restored, lambda elements, exponents, x: x, _restored_batch)
+set_derivative(restored, lambda primals, tangents, out, params: tangents[2], (2,), lambda ct, *_: [None, None, ct])
+
+
+# Functions whose derivatives read packed operands.
+
+
+def remembering(fun: Callable[..., Any], tangent: Callable[..., Sequence[Any]]) -> Any:
+    """A function of a list of arrays and the packed forms of some, by index; its derivative reads the latter.
+
+    Args:
+        fun: `fun(*arrays)` returns a list of results.
+        tangent: `tangent(arrays, packs, moves)` returns the tangents of its floating results, given those of some
+            operands, by index.
+    """
+
+    @jax.custom_jvp
+    def call(arrays: Sequence[Any], packs: Mapping[int, Packed]) -> Any:
+        return list(fun(*arrays))
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        (arrays, packs), (moves, _) = primals, tangents
+        outs = list(fun(*arrays))
+        found = iter(tangent(arrays, packs, {i: dx for i, dx in enumerate(moves) if type(dx) is not SymbolicZero}))
+        return outs, [
+            next(found) if compat.is_inexact(jax.typeof(y)) else zero_from_primal(y, symbolic_zeros=True) for y in outs
+        ]
+
+    call.defjvp(rule, symbolic_zeros=True)
+    return call
+
+
+def remembered_matmul(
+    primitive: Any,
+    params: dict[str, Any],
+    halves: Sequence[Any],
+    operands: Sequence[Any],
+    wide: bool,
+    avals: Sequence[Any] | None,
+    in_loop: Sequence[bool],
+    packs: Mapping[int, Packed],
+    prevent_cse: bool,
+) -> Any:
+    """`weight_gradients.matmul`, whose derivative reads the packed forms of some operands.
+
+    Args:
+        primitive, params, halves, operands, wide, avals, in_loop: As there.
+        packs: The packed forms of operands, by index.
+        prevent_cse: As in `jax.checkpoint`.
+    """
+    half, rest = halves[0].dtype, list(halves[2:])
+    lows = {i: low for i, low in enumerate(halves[:2]) if low is not operands[i]}
+
+    def product(a: Any, b: Any, *others: Any) -> Sequence[Any]:
+        low = dict(zip(lows, others, strict=False))
+        halves = [low.get(0, a), low.get(1, b), *others[len(lows) :]]
+        if not lows:
+            return [staging.bind(primitive, halves, params, avals)]
+        return [weight_gradients.matmul(primitive, params, halves, (a, b), wide, avals, in_loop)]
+
+    def tangent(arrays: Sequence[Any], packs: Mapping[int, Packed], moves: Mapping[int, Any]) -> Sequence[Any]:
+        parts: list[Any] = []
+        for i, move in moves.items():
+            if i > 1:  # The half copy of a parameter, which has the parameter's derivative.
+                continue
+            rest = arrays[2 + len(lows) :]
+            of = functools.partial(_moved_product, i, primitive, {**params, "half": half, "wide": wide})
+            if 1 - i in packs:
+                of_packed = lambda x, packed, *others, of=of: of(restored.bind(*packed, x), *others)  # noqa: E731
+                args = arrays[1 - i], packs[1 - i], move, *rest
+                parts.append(compat.checkpoint(of_packed, args, (False, prevent_cse, *(False for _ in args[2:])), None))
+            else:
+                parts.append(of(arrays[1 - i], move, *rest))
+        return [parts[0] if len(parts) == 1 else lax.add(*parts)]
+
+    (out,) = remembering(product, tangent)([*operands, *lows.values(), *rest], packs)
+    return out
+
+
+def _moved_product(which: int, primitive: Any, params: dict[str, Any], factor: Any, move: Any, *rest: Any) -> Any:
+    """The matmul of the tangent of operand `which` and the other operand."""
+    pair = (factor, move) if which else (move, factor)
+    return weight_gradients.tangent.bind(*pair, *rest, matmul=primitive, **params)
+
+
+def unpacked(arrays: Sequence[Any], packs: Mapping[int, Packed]) -> list[Any]:
+    """The arrays as they are kept: some from their packed forms."""
+    return [restored.bind(*packs[i], x) if i in packs else x for i, x in enumerate(arrays)]
+
+
+def tangent_of(fun: Callable[..., Any], checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """The `tangent` of `remembering` for any function: its derivative at the unpacked operands, recomputed when read.
+
+    Args:
+        fun: The function.
+        checkpoint: `checkpoint(function, arrays, packs, moves)` calls a function under `jax.checkpoint`.
+    """
+
+    @functools.cache
+    def at(indices: tuple[int, ...]) -> Callable[..., Any]:
+        def tangents(arrays: Sequence[Any], packs: Mapping[int, Packed], moves: Sequence[Any]) -> Any:
+            arrays = unpacked(arrays, packs)
+
+            def moved(*moving: Any) -> Any:
+                given = dict(zip(indices, moving, strict=True))
+                outs = fun(*(given.get(i, x) for i, x in enumerate(arrays)))
+                return [y for y in outs if compat.is_inexact(jax.typeof(y))]
+
+            return jax.jvp(moved, [arrays[i] for i in indices], list(moves))[1]
+
+        return tangents
+
+    def tangent(arrays: Sequence[Any], packs: Mapping[int, Packed], moves: Mapping[int, Any]) -> Sequence[Any]:
+        outs: Sequence[Any] = checkpoint(at(tuple(moves)), arrays, packs, list(moves.values()))
+        return outs
+
+    return tangent
