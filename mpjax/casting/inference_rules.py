@@ -33,7 +33,9 @@ def _allow(inference: Inference, eqn: Any, listing: Listing) -> Step:
     )
     if mixed or not any(map(tracked, eqn.invars)):
         return inference.in_float32(eqn, listing, Level.FLOAT, "its operands have other dtypes")
-    if any(map(inference.is_large, eqn.invars)):
+    # A loss's bias is added in float32: it may keep a padded vocabulary out.
+    rounded = eqn.invars[:2] if eqn.primitive is CROSS_ENTROPY else eqn.invars
+    if any(map(inference.is_large, rounded)):
         return inference.in_float32(eqn, listing, Level.FLOAT, out_of_range(inference.setting.half))
     chosen = listing.entry is not None or listing.region in IN_HALF or inference.setting.rules.level == "half"
     if not chosen and all(map(inference.is_integer, eqn.invars)):

@@ -125,12 +125,56 @@ def outside(params, x, y):
     return one_hot(params, x, y.at[0, 0].set(V + 3).at[1, 1].set(-1))
 
 
+def of_each_row(params, x, y):
+    """Equinox's layers map one row: weights come first, and JAX moves the vocabulary behind the rows."""
+    _, table, b = params
+    each = lambda h, y: optax.softmax_cross_entropy_with_integer_labels(table @ h + b, y)
+    return jax.vmap(jax.vmap(each))(x, y).mean()
+
+
+def rows_behind_and_swapped(params, x, y):
+    _, table, _ = params
+    logits = jnp.einsum("vd,btd->vbt", table, x).transpose(2, 1, 0)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y.T).mean()
+
+
+def on_and_off_values(params, x, y):
+    """Flax's `common_utils.onehot` with label smoothing, as in its examples of translation and language models."""
+    hit = y[..., None] == jnp.arange(V).reshape((1,) * y.ndim + (-1,))
+    soft = jax.lax.select(hit, jnp.full(hit.shape, 0.9), jnp.full(hit.shape, 0.1 / (V - 1)))
+    return -jnp.mean(jnp.sum(soft * jax.nn.log_softmax(logits_of(params, x)), -1))
+
+
+def smoothed_where(params, x, y):
+    soft = jnp.where(jax.nn.one_hot(y, V) > 0, 0.9, 0.1 / (V - 1))
+    return optax.softmax_cross_entropy(logits_of(params, x), soft).mean()
+
+
+def padded_vocabulary(params, x, y):
+    """A vocabulary padded to a multiple of 128, as in MaxText and Megatron."""
+    logits = jnp.where(jnp.arange(V) < V - 5, logits_of(params, x), -1e9)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y % (V - 5)).mean()
+
+
+def labels_in_the_padding(params, x, y):
+    logits = jnp.where(jnp.arange(V) < V - 5, logits_of(params, x), -1e9)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, y.at[0, 0].set(V - 1).at[0, 1].set(V - 2))
+    return jnp.mean(jnp.minimum(losses, 30.0))
+
+
+def padded_and_biased(params, x, y):
+    w, _, b = params
+    logits = jnp.where(jnp.arange(V) >= V - 5, -jnp.inf, x @ w + b)
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), (y % (V - 5))[..., None], -1))
+
+
 LOSSES = {
     f.__name__: f
     for f in (
         log_softmax, integer_labels, one_hot, smoothed, logsumexp, z_loss, compared, tied, biased_and_cold, capped,
         shifted_and_ignored, flat, indexed, with_accuracy, policy_gradient, jitted, checkpointed, scanned, mapped,
-        outside,
+        outside, of_each_row, rows_behind_and_swapped, on_and_off_values, smoothed_where, padded_vocabulary,
+        padded_and_biased, labels_in_the_padding,
     )
 }  # fmt: skip
 

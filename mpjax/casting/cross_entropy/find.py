@@ -23,6 +23,8 @@ from mpjax.program.source import source_line
 
 # By name: a loss is found by what is done to its logits.
 
+_PADDING = -1e8  # float32 absorbs logits that are added to it
+
 
 class Refused(Exception):
     """Something reads the logits themselves."""
@@ -54,6 +56,14 @@ class Picked(NamedTuple):
     logits: Logits
 
 
+class _Padding(NamedTuple):
+    """A mask over the vocabulary, whether it is true at the padding, and the number that stands there for logits."""
+
+    mask: Any
+    where: bool
+    number: float
+
+
 class Found(NamedTuple):
     """A loss's head.
 
@@ -62,6 +72,7 @@ class Found(NamedTuple):
         steps: What is done to the product, as in `Head`.
         moves: The moves of rows between the product and the loss.
         bias: The bias before it was broadcast; None without one.
+        padding: Which of the vocabulary are padding, as `_Padding`; None without any.
         inside: The equations that the statistics replace.
         reads: The reductions, each with a function from statistics and row values to its result, and its row values.
         labels: The arrays of labels, each with whether a label outside of the vocabulary is the nearest one in it.
@@ -72,6 +83,7 @@ class Found(NamedTuple):
     steps: tuple[tuple[str, float], ...]
     moves: tuple[Any, ...]
     bias: Any
+    padding: _Padding | None
     inside: frozenset[int]
     reads: tuple[tuple[Any, Callable[..., Any], tuple[Any, ...]], ...]
     labels: tuple[tuple[Any, bool], ...]
@@ -83,11 +95,11 @@ class _Search:
 
     def __init__(self, flow: Dataflow, matmul: Any):
         self.flow, self.matmul = flow, matmul
-        (v,) = matmul.outvars
-        self.size = v.aval.shape[-1]
+        self.size = vocabulary_of(matmul)
         self.steps: list[tuple[str, float]] = []
         self.moves: list[Any] = []
         self.bias: Any = None
+        self.padding: _Padding | None = None
         self.inside: list[Any] = [matmul]
         self.reads: list[tuple[Any, Callable[..., Any], tuple[Any, ...]]] = []
         self.labels: list[tuple[Any, bool]] = []
@@ -107,13 +119,21 @@ class _Search:
         if not any(eqn.primitive.name in ("reduce_sum", "gather") for eqn, _, _ in self.reads):
             raise Refused("nothing sums their exponentials")
         return Found(
-            self.matmul, tuple(self.steps), tuple(self.moves), self.bias, frozenset(map(id, self.inside)),
+            self.matmul, tuple(self.steps), tuple(self.moves), self.bias, self.padding, frozenset(map(id, self.inside)),
             tuple(self.reads), tuple(self.labels), self.shape,
         )  # fmt: skip
 
     def _head(self) -> Any:
         """The logits after scales, bias, cap and moves of their rows: the last value with a single reader."""
         v: Any = self.matmul.outvars[0]
+        if weights_first(self.matmul):
+            readers = self.flow.readers.get(v, ())
+            moved = next((eqn for eqn in readers if eqn.primitive.name == "transpose"), None)
+            if moved is None or len(readers) > 1 or moved.params["permutation"][-1] != 0:
+                raise Refused("its vocabulary is not the last dimension of the logits")
+            self.inside.append(moved)
+            self.moves.append(moved)
+            (v,) = moved.outvars
         while len(readers := self.flow.readers.get(v, ())) == 1 and v not in self.flow.returned:
             eqn = next(iter(readers))
             if not self._is_step(eqn, v):
@@ -134,11 +154,18 @@ class _Search:
         if name == "tanh":
             self.steps.append(("cap", 1.0))
             return True
-        if name == "add" and other is not None and self.bias is None and not self.moves:
+        if name == "add" and other is not None and self.bias is None and self.padding is None:
             self.bias = self._bias(other, shape)
             self.steps += [] if self.bias is None else [("bias", 0.0)]
             return self.bias is not None
+        if name == "select_n" and self.padding is None and (self.bias is None or self.steps[-1][0] == "bias"):
+            self.padding = self._as_padding(eqn, v)
+            self.steps += [] if self.padding is None or self.bias is not None else [("bias", 0.0)]
+            return self.padding is not None
         if name == "reshape" and eqn.outvars[0].aval.shape[-1:] == shape[-1:] and eqn.params["dimensions"] is None:
+            self.moves.append(eqn)
+            return True
+        if name == "transpose" and eqn.params["permutation"][-1] == len(shape) - 1:
             self.moves.append(eqn)
             return True
         if name == "slice" and eqn.outvars[0].aval.shape[-1] == shape[-1]:
@@ -158,6 +185,15 @@ class _Search:
         (source,) = maker.invars
         one_row = source.aval.shape in (shape[-1:], (*(1 for _ in shape[:-1]), shape[-1]))
         return source if one_row and maker.params["broadcast_dimensions"][-1] == len(shape) - 1 else None
+
+    def _as_padding(self, eqn: Any, v: Any) -> _Padding | None:
+        """A selection of logits but for padding, whose number is so low that no logit added to it would count."""
+        mask, *cases = eqn.invars
+        source = self._bias(mask, v.aval.shape) if len(cases) == 2 else None
+        number = self._number(cases[1] if cases[0] is v else cases[0])
+        if source is None or number is None or number > _PADDING:
+            return None
+        return _Padding(source, cases[0] is v, number)
 
     def _number(self, x: Any) -> float | None:
         """The one number that all elements of an operand are; None if they aren't."""
@@ -219,10 +255,12 @@ class _Search:
                 return self._note(eqn, lambda found, *rows: found[1] + _total(shift, rows), shift)
             case "reduce_sum", [Exponential(Logits(shift))] if self._over_vocabulary(eqn):
                 return self._note(eqn, lambda found, *rows: jnp.exp(found[0] + _total(shift, rows)), shift)
-            case "reduce_sum", [Logits(shift)] if self._over_vocabulary(eqn):
+            case "reduce_sum", [Logits(shift)] if self._over_vocabulary(eqn) and self.padding is None:
                 size = self.size
                 return self._note(eqn, lambda found, *rows: found[2] + size * _total(shift, rows), shift)
-            case "reduce_sum", [Picked(labels, Logits(shift))] if self._over_vocabulary(eqn):
+            case "reduce_sum", [Picked(labels, Logits(shift))] if self._over_vocabulary(eqn) and (
+                self.padding is None or labels.rest == 0
+            ):
                 return self._note_picked(eqn, labels, shift)
             case "argmax", [Logits(shift)] if eqn.params["axes"] == (len(self.shape),):
                 dtype = eqn.params["index_dtype"]
@@ -246,7 +284,15 @@ class _Search:
         if eqn is None:
             return None
         name, ins = eqn.primitive.name, eqn.invars
-        if name == "eq":
+        if name == "select_n" and len(ins) == 3:
+            off, on, hit = self._number(ins[1]), self._number(ins[2]), self._as_labels(ins[0])
+            if off is not None and on is not None and hit is not None and hit.rest == 0:
+                return _times(hit, on - off)._replace(rest=off)
+        elif name == "gt" and (labels := self._as_labels(ins[0])) is not None and self._number(ins[1]) is not None:
+            least = self._number(ins[1])
+            is_hot = labels.rest == 0 and [factor for _, factor in labels.factors] == [1.0]
+            return labels if is_hot and least is not None and 0 <= least < 1 else None
+        elif name == "eq":
             for i in (0, 1):
                 if self._counts(ins[i]) and (label := self._source_of_row(ins[1 - i])) is not None:
                     return Labels(((label, 1.0),))
@@ -401,11 +447,23 @@ def losses(flow: Dataflow) -> Iterator[tuple[Any, Found | str]]:
                     yield eqn, str(why)
 
 
+def weights_first(matmul: Any) -> bool:
+    """Whether the weights are the first operand of a matmul, and the vocabulary the first dimension of its result."""
+    w, x = matmul.invars
+    return bool(w.aval.ndim == 2 and x.aval.ndim > 2)
+
+
+def vocabulary_of(matmul: Any) -> int:
+    """The size of the vocabulary."""
+    shape = matmul.outvars[0].aval.shape
+    return int(shape[0] if weights_first(matmul) else shape[-1])
+
+
 def _is_head(flow: Dataflow, eqn: Any) -> bool:
-    """Whether a matmul multiplies rows by a matrix, whose columns are the last dimension of its result."""
+    """Whether a matmul multiplies rows by a matrix."""
     if eqn.primitive.name != "dot_general" or not all(map(tracked, (*eqn.invars, *eqn.outvars))):
         return False
     ((left, right), (batch, _)) = eqn.params["dimension_numbers"]
-    x, w = eqn.invars
+    x, w = reversed(eqn.invars) if weights_first(eqn) else eqn.invars
     shaped = len(left) == len(right) == 1 and not batch and w.aval.ndim == 2 and x.aval.ndim >= 2
     return shaped and eqn.outvars[0] in flow.readers

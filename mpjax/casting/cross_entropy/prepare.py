@@ -13,7 +13,7 @@ from jax import lax
 
 from mpjax.casting.attention.prepare import inlined
 from mpjax.casting.classify import classify
-from mpjax.casting.cross_entropy.find import Found, losses
+from mpjax.casting.cross_entropy.find import Found, losses, vocabulary_of, weights_first
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY, HeadOptions
 from mpjax.casting.setting import Setting
 from mpjax.kernels.cross_entropy import Head
@@ -46,6 +46,8 @@ def _written(eqns: Sequence[Any], found: Found) -> list[Any]:
     """The equations of a program with a loss from statistics in place of its logits."""
     x, w = found.matmul.invars
     ((i,), (j,)), _ = found.matmul.params["dimension_numbers"]
+    if weights_first(found.matmul):
+        x, w, i, j = w, x, j, i
     new: list[Any] = []
 
     def rows(x: Any) -> Any:
@@ -56,8 +58,9 @@ def _written(eqns: Sequence[Any], found: Found) -> list[Any]:
 
     plain = i == x.aval.ndim - 1 and not found.moves
     x = x if plain else _spliced(rows, [x], new, found.matmul)
-    bias = [] if found.bias is None else [_spliced(jnp.ravel, [found.bias], new, found.matmul)]
-    vocabulary = found.matmul.outvars[0].aval.shape[-1]
+    added = [v for v in (found.bias, found.padding and found.padding.mask) if v is not None]
+    bias = [_spliced(functools.partial(_bias, found), added, new, found.matmul)] if added else []
+    vocabulary = vocabulary_of(found.matmul)
 
     def label(y: Any, clipped: bool) -> Any:
         y = y.reshape(found.shape).astype(np.int32)
@@ -71,8 +74,12 @@ def _written(eqns: Sequence[Any], found: Found) -> list[Any]:
     outs = [compat.new_variable(v) for v in types.jaxpr.invars]
     params = {"options": options}
     new.append(
-        found.matmul.replace(primitive=CROSS_ENTROPY, invars=[x, w, *bias, *labels], outvars=outs, params=params)
+        found.matmul.replace(primitive=CROSS_ENTROPY, invars=[x, w, *bias, *labels], outvars=[*outs], params=params)
     )
+    if found.padding is not None:
+        at_labels = functools.partial(_at_padding, found.padding)
+        for n, y in enumerate(labels, len(outs) - len(labels)):
+            outs[n] = _spliced(at_labels, [outs[n], y, found.padding.mask], new, found.matmul)
     results = {}
     for eqn, result, given in found.reads:
         shape, dtype = eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype
@@ -88,9 +95,28 @@ def _written(eqns: Sequence[Any], found: Found) -> list[Any]:
     return _in_order([eqn.replace(invars=_renamed(eqn.invars, results)) for eqn in (*rest, *new)])
 
 
+def _bias(found: Found, *added: Any) -> Any:
+    """What is added to the logits of each row: the bias, and what makes logits of padding negligible."""
+    total = 0.0 if found.bias is None else jnp.ravel(added[0])
+    if found.padding is None:
+        return total
+    _, where, number = found.padding
+    return jnp.where(jnp.ravel(added[-1]) == where, np.float32(number), total)
+
+
+def _at_padding(padding: Any, logit: Any, label: Any, mask: Any) -> Any:
+    """The logit at a label: that of padding is a number, without a derivative."""
+    mask = jnp.ravel(mask)
+    inside = (label >= 0) & (label < mask.size)
+    return jnp.where(inside & (mask[label] == padding.where), np.float32(padding.number), logit)
+
+
 def _moved(x: Any, move: Any) -> Any:
     """Rows after a move of the logits."""
     shape, params = move.outvars[0].aval.shape, move.params
+    if move.primitive.name == "transpose":
+        *rows, last = params["permutation"]
+        return lax.transpose(x, [*(d - (last == 0) for d in rows), x.ndim - 1])
     if move.primitive.name == "reshape":
         return x.reshape(*shape[:-1], x.shape[-1])
     strides = params["strides"] and (*params["strides"][:-1], 1)
