@@ -294,3 +294,27 @@ def test_off_by_default():
     assert Rules().cross_entropy == "unfused"
     with pytest.raises(ValueError, match="cross_entropy='on'"):
         Rules(cross_entropy="on")
+
+
+def test_audit_counts_the_product_in_the_dtype_in_which_it_runs():
+    params, x, y = arguments()
+    for fun in (model(LOSSES["integer_labels"]), jax.grad(model(LOSSES["integer_labels"]))):
+        fused = mpjax.autocast(fun, "mixed_bfloat16", rules=Rules(cross_entropy="fused"))
+        assert mpjax.audit(fused, params, x, y).half_share == 1
+
+
+def test_a_loss_with_a_derivative_rule_of_its_own_is_named():
+    """The form of t5x and MaxText."""
+
+    @jax.custom_vjp
+    def loss(logits, labels):
+        z = jax.nn.logsumexp(logits, -1, keepdims=True)
+        return -jnp.sum(labels * (logits - z), -1)
+
+    loss.defvjp(lambda z, t: (loss(z, t), (z, t)), lambda r, ct: ((jax.nn.softmax(r[0]) - r[1]) * ct[..., None], None))
+    (_, (w, _, _)), x, y = arguments()
+    fused = mpjax.autocast(
+        lambda w: loss(x @ w, jax.nn.one_hot(y, V)).mean(), "mixed_bfloat16", rules=Rules(cross_entropy="fused")
+    )
+    (row,) = (row for row in mpjax.explain(fused, w).rows if row.list == "unfused")
+    assert row.why.startswith("a function with a derivative rule of its own reads its logits (test_cross_entropy.py:")

@@ -267,6 +267,9 @@ class _Search:
                 return self._note(eqn, lambda found, *rows: found[3].astype(dtype), ())
             case "gather", [Logits(shift), None] if (label := self._gathered(eqn)) is not None:
                 return self._note_gather(eqn, label, shift)
+        if primitive(name).rule and not any(self.size in v.aval.shape for v in eqn.outvars):
+            self.is_loss = True
+            raise Refused(f"a function with a derivative rule of its own reads its logits ({source_line(eqn)})")
         scopes = "the program contains its gradient already" if "transpose(" in str(eqn.source_info.name_stack) else ""
         raise Refused(scopes or f"its logits are read by {name} ({source_line(eqn)})")
 

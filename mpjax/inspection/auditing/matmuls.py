@@ -135,6 +135,8 @@ def _is_multiplied(dtype: Any) -> bool:
 
 def _row(site: Site) -> Matmul:
     lhs, rhs = (v.aval for v in site.eqn.invars[:2])
+    # A loss without logits casts its weights block by block.
+    multiplied = lhs if primitive(site.name).heads else rhs
     return Matmul(
         module=site.path,
         source=site.source,
@@ -142,7 +144,7 @@ def _row(site: Site) -> Matmul:
         phase=site.phase,
         lhs=lhs.shape,
         rhs=rhs.shape,
-        dtypes=(lhs.dtype.name, rhs.dtype.name),
+        dtypes=(lhs.dtype.name, multiplied.dtype.name),
         out_dtype=site.eqn.outvars[0].aval.dtype.name,
         count=0,
         flops=0,
