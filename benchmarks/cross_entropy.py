@@ -1,8 +1,9 @@
 """Heads of language models with their loss, compiled without a device: `python -m benchmarks.cross_entropy`.
 
-The gradient of 8 × 1,024 tokens of width 1,024 with a vocabulary of 50,304, under autocast in bfloat16, with the loss
-as it is written and without its logits. Nothing runs: the figures are XLA's plan of temporary memory, the bytes that
-kernels move, and whether an array of tokens × vocabulary is left.
+The gradient of 8 × 1,024 tokens of width 1,024 with a vocabulary of 50,304 (GPT-2 medium), or of width 2,304 with one
+of 256,000 (`--head gemma`: Gemma 2), under autocast in bfloat16, with the loss as it is written and without its logits.
+Nothing runs: the figures are XLA's plan of temporary memory, the bytes that kernels move, and whether an array of
+tokens × vocabulary is left.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from benchmarks.training import target
 from benchmarks.training.traffic import bytes_moved
 from mpjax.casting.rules import CrossEntropy
 
-TOKENS, WIDTH, VOCABULARY = 8 * 1024, 1024, 50304
+TOKENS = 8 * 1024
+HEADS = {"gpt2": (1024, 50304), "gemma": (2304, 256000)}  # width and vocabulary
 
 
 def _at_labels(values: Any, labels: Any) -> Any:
@@ -32,49 +34,51 @@ def _at_labels(values: Any, labels: Any) -> Any:
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {
     "`log_softmax` and `take_along_axis`": lambda z, y: -jnp.mean(_at_labels(jax.nn.log_softmax(z), y)),
     "optax, integer labels": lambda z, y: optax.softmax_cross_entropy_with_integer_labels(z, y).mean(),
-    "optax, one-hot": lambda z, y: optax.softmax_cross_entropy(z, jax.nn.one_hot(y, VOCABULARY)).mean(),
+    "optax, one-hot": lambda z, y: optax.softmax_cross_entropy(z, jax.nn.one_hot(y, z.shape[-1])).mean(),
     "`logsumexp` minus the label's logit": lambda z, y: jnp.mean(jax.nn.logsumexp(z, -1) - _at_labels(z, y)),
 }
 
 
 def measure(
-    loss: Callable[[Any, Any], Any], choice: CrossEntropy, device: jax.Device, platform: str
+    loss: Callable[[Any, Any], Any], head: tuple[int, int], choice: CrossEntropy, device: jax.Device, platform: str
 ) -> tuple[Any, ...]:
     """The temporary bytes, the bytes moved, and whether an array of tokens × vocabulary is left."""
     sharding = jax.sharding.SingleDeviceSharding(device)
-    shapes: list[Any] = [((WIDTH, VOCABULARY), jnp.float32), ((TOKENS, WIDTH), jnp.float32), ((TOKENS,), jnp.int32)]
+    shapes: list[Any] = [(head, jnp.float32), ((TOKENS, head[0]), jnp.float32), ((TOKENS,), jnp.int32)]
     args = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
     rules = mpjax.Rules(cross_entropy=choice)
-    head = mpjax.autocast(lambda w, x, y: loss(x @ w, y), "mixed_bfloat16", rules=rules)
+    fun = mpjax.autocast(lambda w, x, y: loss(x @ w, y), "mixed_bfloat16", rules=rules)
     with target.traced_for(device):
-        traced = jax.jit(jax.grad(head, (0, 1))).trace(*args)
+        traced = jax.jit(jax.grad(fun, (0, 1))).trace(*args)
     compiled = traced.lower(lowering_platforms=(platform,)).compile()
     text = compiled.as_text() or ""
-    return compiled.memory_analysis().temp_size_in_bytes, bytes_moved(text), has_logits(text)
+    return compiled.memory_analysis().temp_size_in_bytes, bytes_moved(text), has_logits(text, head[1])
 
 
-def has_logits(text: str) -> bool:
+def has_logits(text: str, vocabulary: int) -> bool:
     """Whether a compiled program has an array of tokens × vocabulary.
 
     Example:
-        >>> has_logits("f32[8192,50304]{1,0} fusion"), has_logits("bf16[8192,8384]{1,0} fusion")
+        >>> has_logits("f32[8192,50304]{1,0} fusion", 50304), has_logits("bf16[8192,8384]{1,0} fusion", 50304)
         (True, False)
     """
     arrays = re.findall(r"\w+\[([\d,]+)\]", text)
-    return any({str(TOKENS), str(VOCABULARY)} <= set(sizes.split(",")) for sizes in arrays)
+    return any({str(TOKENS), str(vocabulary)} <= set(sizes.split(",")) for sizes in arrays)
 
 
 def main() -> None:
     parser = commands.parser(__doc__)
     parser.add_argument("--target", default="h200", choices=list(target.TARGETS), help="default: h200")
-    chosen = target.TARGETS[parser.parse_args().target]
+    parser.add_argument("--head", default="gpt2", choices=list(HEADS), help="default: gpt2")
+    args = parser.parse_args()
+    chosen, head = target.TARGETS[args.target], HEADS[args.head]
     devices = chosen.devices()
     if devices is None:
         sys.exit(chosen.missing)
     header = ["loss as written", "unfused, GB", "fused, GB", "bytes moved, fused / unfused", "logits left, fused"]
     lines = []
     for name, loss in LOSSES.items():
-        written, fused = (measure(loss, choice, devices[0], chosen.platform) for choice in ("unfused", "fused"))
+        written, fused = (measure(loss, head, choice, devices[0], chosen.platform) for choice in ("unfused", "fused"))
         ratio = f"{fused[1] / written[1]:.2f}"
         lines.append([name, f"{written[0] / 1e9:.2f}", f"{fused[0] / 1e9:.2f}", ratio, "yes" if fused[2] else "no"])
     print(commands.markdown(header, lines))
