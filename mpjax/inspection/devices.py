@@ -18,6 +18,7 @@ class Device:
         name: The key in `DEVICES`.
         source: The document that states these figures.
         bandwidth: Memory bandwidth in bytes per second.
+        float8: FLOP/s of float8 matmuls with float32 accumulation; the rate of float16 where the device has none.
         float16, bfloat16: FLOP/s on Tensor Cores (matrix cores, MXUs) with float32 accumulation, as XLA uses them.
             The float32 rate where the device has none for the dtype (bfloat16 before Ampere).
         tfloat32: FLOP/s of float32 matmuls at JAX's default precision: TF32 on GPUs that have it, one bfloat16 pass on
@@ -28,6 +29,7 @@ class Device:
     name: str
     source: str
     bandwidth: float
+    float8: float
     float16: float
     bfloat16: float
     tfloat32: float
@@ -43,15 +45,17 @@ class Device:
         """Peak FLOP/s of a matmul with operands of `dtype`, at JAX's default precision or a higher one."""
         if dtype == "float32" and precision.upper() != "HIGHEST":
             return self.tfloat32 / (3 if self.is_tpu and precision else 1)
-        # float8 and other dtypes are at least as fast as half precision.
-        return getattr(self, dtype, self.float16)
+        # Other dtypes, as of integers, are at least as fast as half precision.
+        return self.float8 if dtype.startswith("float8") else getattr(self, dtype, self.float16)
 
 
 # A TPU, whose last rates are empty, takes six bfloat16 passes for float32, and is not faster in float64.
 _, *_ROWS = csv.reader(pathlib.Path(__file__).with_suffix(".csv").read_text().splitlines())
 DEVICES = {
-    name: Device(name, source, *(float(rate or float(rates[2]) / 6) for rate in rates))
-    for name, source, *rates in _ROWS
+    name: Device(
+        name, source, float(bandwidth), float(float8 or rates[0]), *(float(x or float(rates[1]) / 6) for x in rates)
+    )
+    for name, source, bandwidth, float8, *rates in _ROWS
 }
 # JAX's `device_kind` where it differs from the table's name.
 _KINDS = {"TPU v5 lite": "TPU v5e", "TPU v5": "TPU v5p", "TPU v6 lite": "TPU v6e"}

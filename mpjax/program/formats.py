@@ -87,11 +87,12 @@ def _bfloat16_slow_on(device: Any) -> str:
 # AMD's architectures with units for float8_e4m3fn: MI350 and RDNA 4, but not MI300, whose float8 dtypes are others.
 # Source: XLA's `RocmComputeCapability::has_ocp_fp8_support`.
 _AMD_FLOAT8 = ("gfx950", "gfx12")
+_TPU_FLOAT8 = ("TPU7x", "TPU v7", "TPU v7x")
 
 
 def _float8_slow_on(device: Any) -> str:
     capability = _capability(device)
-    if (_number(capability) or 0.0) >= 8.9 or capability.startswith(_AMD_FLOAT8):
+    if (_number(capability) or 0.0) >= 8.9 or capability.startswith(_AMD_FLOAT8) or device.device_kind in _TPU_FLOAT8:
         return ""
     shown = f"{device.device_kind} (compute capability {capability})" if capability else device.device_kind
     return (

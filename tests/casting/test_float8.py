@@ -333,6 +333,11 @@ def test_only_gpus_known_to_have_float8_units_are_taken_for_fast(capability, fas
     assert fast == (not FLOAT8.slow_on(device))
 
 
+@pytest.mark.parametrize(("kind", "fast"), [("TPU v5p", False), ("TPU v6 lite", False), ("TPU7x", True)])
+def test_of_tpus_the_seventh_generation_has_float8_units(kind, fast):
+    assert fast == (not FLOAT8.slow_on(types.SimpleNamespace(platform="tpu", device_kind=kind)))
+
+
 def test_with_policy_names_autocast():
     nn = pytest.importorskip("flax.linen")
     with pytest.raises(ValueError, match=r"mpjax\.autocast"):

@@ -375,8 +375,19 @@ def test_the_table_has_the_devices_of_today_with_a_source_each():
         assert name == device.name
         assert device.source
         assert 1e11 < device.bandwidth < 1e13
-        assert device.float16 >= device.tfloat32 >= device.float32 >= device.float64 > 1e11
+        assert device.float8 >= device.float16 >= device.tfloat32 >= device.float32 >= device.float64 > 1e11
     assert {"B200", "GB200", "MI300X", "RTX 4090", "RTX 5090", "A10G", "TPU v5e", "TPU v5p", "TPU v6e"} <= {*DEVICES}
+    assert {"B300", "MI350X", "MI355X", "TPU7x"} <= {*DEVICES}
+    assert device_of("TPU7x").float8 == 2 * device_of("TPU7x").bfloat16 == 4.614e15
+
+
+def test_float8_matmuls_are_bounded_by_the_rate_of_float8():
+    x = shape(4096, 4096, dtype=jnp.float8_e4m3fn)
+    report = mpjax.audit(lambda x: jax.lax.dot(x, x, preferred_element_type=jnp.bfloat16), x)
+    least = {name: report.speedup_bound(name).least for name in ("A100", "H100", "TPU7x")}
+    assert least["H100"] == pytest.approx(2 * 4096**3 / 1978.9e12)
+    assert least["TPU7x"] == pytest.approx(2 * 4096**3 / 4614e12)
+    assert least["A100"] == pytest.approx(2 * 4096**3 / 312e12)
 
 
 def test_one_device_is_chosen_by_its_name():
