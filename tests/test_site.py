@@ -96,6 +96,19 @@ def right_column(page):
     return [code for row in rows for code in re.findall(r"`([^`]+)`", row.rsplit(" | ", 1)[1])]
 
 
+@pytest.mark.standard_promotion
+def test_every_call_of_the_table_of_loss_scaling_runs():
+    page = (DOCS / "guides" / "loss_scaling.md").read_text()
+    table = page[: page.index("```python")]
+    namespace = {}
+    exec(re.search(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1], namespace)
+    namespace |= {"new": namespace["params"], "old": namespace["params"], "grads": namespace["params"]}
+    ran = right_column(table)
+    for code in ran:
+        exec(compile(code, code, "exec"), namespace)
+    assert len(ran) == 7
+
+
 COMING_FROM = sorted((DOCS / "coming_from").glob("*.md"))
 
 
