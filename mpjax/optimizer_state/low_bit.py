@@ -14,9 +14,10 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from mpjax.kernels.rounding import random_bits, round_stochastically
 from mpjax.loss_scale.applying import Transformation, apply_gradients, as_transformation
 from mpjax.optimizer_state.masters import MasterWeightsState
-from mpjax.optimizer_state.rounding import KahanState, key_from, next_words, random_bits, round_stochastically
+from mpjax.optimizer_state.rounding import KahanState, key_from, next_words
 from mpjax.policy import path_matches, path_string
 
 FLOAT8 = np.dtype(jnp.float8_e4m3fn)

@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mpjax
+from mpjax.kernels.rounding import random_bits
 from mpjax.optimizer_state.low_bit import Blockwise, decode, encode
-from mpjax.optimizer_state.rounding import random_bits
 from testing.random_programs.evaluate import arrays_in_numpy
 
 BYTES = ["float8", "int8"]

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpjax.optimizer_state.rounding import key_from, next_words, random_bits, round_stochastically, round_to_nearest
+from mpjax.kernels.rounding import random_bits, round_stochastically, round_to_nearest
+from mpjax.optimizer_state.rounding import key_from, next_words
 
 DTYPES = ["float16", "bfloat16"]
 WORDS = jnp.array([0x9E3779B9, 17], jnp.uint32)
