@@ -20,7 +20,7 @@ Predicate = Callable[[Any, Mapping[str, Any], tuple[Any, ...]], bool]
 Entry = str | Predicate
 
 Level = Literal["conservative", "default", "half"]
-Residuals = Literal["auto", "half", "int8", "float8", "full"]
+Residuals = Literal["auto", "half", "int8", "float8", "int8_stochastic", "float8_stochastic", "full"]
 ResidualStream = Literal["half", "float32"]
 WeightGradients = Literal["float32", "everywhere", "half"]
 CrossEntropy = Literal["unfused", "fused"]
@@ -76,7 +76,8 @@ class Rules:
             would, float32 values included. `"auto"` is `"half"`, but leaves the choice to XLA where it compiles a
             program for a TPU outside of loops: its compiler recomputes such arithmetic by itself, and a demand to do so
             costs memory there. `"int8"` and `"float8"` (experimental) keep half values in eight bits where that is
-            safe: the same forward pass, larger errors of gradients.
+            safe: the same forward pass, larger errors of gradients. With `_stochastic` behind them they round up or
+            down at random, as a hash of the values has it, so that the errors have no bias.
         weight_gradients: `"float32"` writes the gradient of a float32 parameter in float32, straight from the
             accumulator of its matmul (or 1×1 convolution), and sums it over devices in float32. Other convolutions
             write their gradients in half, because cuDNN has no such kernel for them. `"everywhere"` makes these

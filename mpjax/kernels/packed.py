@@ -23,6 +23,7 @@ from jax.interpreters import batching
 
 from mpjax.kernels import staging, weight_gradients
 from mpjax.kernels.derivatives import define, set_derivative
+from mpjax.kernels.rounding import mixed, random_bits, round_stochastically
 from mpjax.program import compat
 from mpjax.program.formats import E4M3
 
@@ -39,15 +40,19 @@ class Packing(NamedTuple):
         dtype: The dtype of elements.
         longest: The largest block: a longer one loses small elements beside a large one.
         top: The largest element of a block is from 2 to this power to twice that.
+        stochastic: Whether elements are rounded up or down at random, so that gradients have no bias.
     """
 
     dtype: np.dtype
     longest: int
     top: int
+    stochastic: bool = False
 
 
 # float8 rounds each element by up to 1/16 of its value; int8 rounds all of a block by up to 1/128 of the largest.
 PACKINGS = {"float8": Packing(E4M3, 128, 7), "int8": Packing(np.dtype(np.int8), 32, 6)}
+PACKINGS |= {f"{name}_stochastic": packing._replace(stochastic=True) for name, packing in PACKINGS.items()}
+_WORDS = np.array([0x9E3779B9, 0x85EBCA6B], np.uint32)  # any two
 
 
 class Packed(NamedTuple):
@@ -112,11 +117,25 @@ def _pack(x: Any, packing: Packing, block: int) -> Packed:
     exponents = lax.shift_right_logical(lax.bitcast_convert_type(largest, np.int32), _MANTISSA_BITS) - _BIAS
     exponents = jnp.clip(exponents - np.int32(packing.top), _LEAST, _MOST).astype(np.int8)
     elements = (blocks * _power_of_two(-exponents.astype(np.int32))[..., None]).reshape(x.shape)
+    bits = _bits(x) if packing.stochastic else None
     if packing.dtype == np.int8:
         # NaN becomes the largest number of a block whose other elements are 0, which unpacks to infinity.
         elements = jnp.where(jnp.isnan(elements), np.float32(127), elements)
-        elements = jnp.clip(jnp.round(elements), np.float32(-127), np.float32(127))
+        elements = jnp.round(elements) if bits is None else jnp.floor(elements + _fraction(bits))
+        elements = jnp.clip(elements, np.float32(-127), np.float32(127))
+    elif bits is not None:
+        elements = round_stochastically(elements, packing.dtype, bits)
     return Packed(elements.astype(packing.dtype), exponents)
+
+
+def _bits(x: Any) -> Any:
+    """Random bits for each element: a hash of its index and its value, so that a resumed run draws the same."""
+    return mixed(random_bits(_WORDS, x.shape) ^ lax.bitcast_convert_type(x, np.uint32), _WORDS[::-1])
+
+
+def _fraction(bits: Any) -> Any:
+    """Numbers from 0 to less than 1."""
+    return (bits >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)
 
 
 def unpack(packed: Packed, dtype: Any) -> Any:

@@ -41,7 +41,12 @@ def random_bits(words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     for axis in range(len(shape)):
         stride = np.uint32(math.prod(shape[axis + 1 :]) % 2**32)
         index += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * stride
-    x = index + words[0]
+    return mixed(index, words)
+
+
+def mixed(x: jax.Array, words: Any) -> jax.Array:
+    """A hash of each element of a uint32 array, keyed by two words, as in `random_bits`."""
+    x = x + words[0]
     x = (x ^ x >> np.uint32(17)) * np.uint32(0xED5AD4BB)
     x = (x ^ x >> np.uint32(11) ^ words[1]) * np.uint32(0xAC4C1B51)
     x = (x ^ x >> np.uint32(15)) * np.uint32(0x31848BAB)

@@ -16,7 +16,7 @@ from testing import measures
 KEY = jax.random.key(0, impl="threefry2x32")
 FORMATS = tuple(PACKINGS)
 # Of the norm of normally distributed elements: 3 bits of mantissa; 6 to 7 bits of the largest of 32.
-ROUNDING = {"float8": 0.03, "int8": 0.01}
+ROUNDING = {"float8": 0.03, "int8": 0.01, "float8_stochastic": 0.045, "int8_stochastic": 0.016}
 
 
 def normal(*shape, scale=1.0, seed=0):
@@ -85,6 +85,18 @@ def test_large_and_small_numbers_of_the_dtype_stay_finite_and_apart_from_zero(na
     for number in (0.9 * float(info.max), float(info.smallest_normal)):
         found = unpack(pack(jnp.full((32,), number, dtype), PACKINGS[name]), dtype)
         np.testing.assert_allclose(np.asarray(found, np.float64), number, rtol=1 / 16)
+
+
+@pytest.mark.parametrize("name", ["int8_stochastic", "float8_stochastic"])
+def test_stochastic_rounding_has_no_bias_and_repeats(name):
+    step = 1 / 64 if name == "int8_stochastic" else 1 / 8
+    x = jnp.full((1024, 64), 1 + step / 4, jnp.float16).at[:, 0].set(1.99)
+    packed = [unpack(pack(x, PACKINGS[each]), jnp.float32) for each in (name, name, name.removesuffix("_stochastic"))]
+    np.testing.assert_array_equal(packed[0], packed[1])
+    errors, nearest = (np.asarray(found - x.astype(jnp.float32))[:, 1:] for found in packed[1:])
+    assert np.abs(errors).max() < step
+    assert abs(errors.mean()) < 4 * np.std(errors) / np.sqrt(errors.size)
+    np.testing.assert_allclose(nearest, -step / 4, rtol=1e-6)
 
 
 # Programs.
