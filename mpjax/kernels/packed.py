@@ -103,7 +103,8 @@ def pack(x: Any, packing: Packing) -> Packed:
 
     Example:
         >>> x = jnp.array([[0, 1, -3, 2.1] * 16], jnp.bfloat16)
-        >>> [unpack(pack(x, each), x.dtype)[0, :4].astype(float).tolist() for each in (PACKINGS["float8"], PACKINGS["int8"])]
+        >>> both = PACKINGS["float8"], PACKINGS["int8"]
+        >>> [unpack(pack(x, each), x.dtype)[0, :4].astype(float).tolist() for each in both]
         [[0.0, 1.0, -3.0, 2.0], [0.0, 1.0, -3.0, 2.09375]]
     """
     return _pack(x, packing, block_of(x.shape[-1], packing.longest))
