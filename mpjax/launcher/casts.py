@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import mpjax
 from mpjax.casting.autocast import plan_program, run_program
 from mpjax.launcher.retrying import all_finite, behind, is_inexact, strong
-from mpjax.launcher.session import Scale, Session, differentiating, function_name
+from mpjax.launcher.session import Scale, Session, differentiating
 from mpjax.program import compat
 from mpjax.program.graph import Site, walk
 from mpjax.program.linearity import nonlinear_rule
@@ -100,15 +100,10 @@ class CastCall:
             outs[i] = compat.with_weak_type(value, jax.typeof(outs[i]))
         return outs, ~finite
 
-    def explain(self, session: Session, fun: Any, line: str) -> None:
-        """Writes the plan to the `--explain` file, once per line of the script."""
-        path = session.options.explain
-        if path and line not in session.explained:
-            run = mpjax.autocast(self._run, session.policy, rules=session.rules)
-            plan = mpjax.explain(run, self._program.arrays)
-            with open(path, "a" if session.explained else "w") as file:
-                file.write(f"{function_name(fun)}, differentiated at {line}\n\n{plan}\n\n")
-            session.explained.add(line)
+    def explained(self, session: Session) -> str:
+        """The plan, as the `--explain` file shows it."""
+        run = mpjax.autocast(self._run, session.policy, rules=session.rules)
+        return str(mpjax.explain(run, self._program.arrays))
 
 
 def _in_a_branch(finite: Any, rerun: Callable[..., Any], arrays: Sequence[Any], kept: list[Any]) -> list[Any]:

@@ -59,7 +59,7 @@ def options_of(parsed: argparse.Namespace) -> Options:
     """
     fields = read_rules(parsed.rules) if parsed.rules else {}
     fields["deny"] = (*fields.get("deny", ()), *parsed.deny)
-    names = ("policy", "attention", "any_gradient", "init_scale", "quiet", "dry_run")
+    names = ("policy", "attention", "any_gradient", "evaluations", "init_scale", "quiet", "dry_run")
     explain = os.path.abspath(parsed.explain) if parsed.explain else ""
     return Options(**fields, **{name: getattr(parsed, name) for name in names}, explain=explain)
 
@@ -90,6 +90,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--any-gradient", action="store_true", help="the script updates its parameters by hand (bfloat16 only)"
     )
+    result.add_argument("--evaluations", action="store_true", help="cast evaluations of trained parameters too")
     result.add_argument("--init-scale", type=float, default=2.0**15, help="the first loss scale (default: %(default)g)")
     result.add_argument("--explain", metavar="FILE", help="write the plan of each program to a file")
     result.add_argument("--dry-run", action="store_true", help="print the audit of the first training step and exit")

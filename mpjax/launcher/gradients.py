@@ -11,19 +11,26 @@ import jax.numpy as jnp
 
 from mpjax.launcher import retrying
 from mpjax.launcher.casts import CastCall
+from mpjax.launcher.fates import mark_gradient
 from mpjax.launcher.retrying import INNER_SCALE, Attempt, LastAttempt, all_finite, is_inexact, until_finite
-from mpjax.launcher.session import NOT_LINEAR, SCALE, Session, differentiating, enclosing_scale, frame, function_name
+from mpjax.launcher.session import (
+    NOT_LINEAR,
+    SCALE,
+    Gradient,
+    Parameters,
+    Session,
+    differentiating,
+    enclosing_scale,
+    frame,
+)
 from mpjax.loss_scale.cotangents import multiply, unscale_by
 from mpjax.program import compat
 
 
 def value_and_grad(
-    session: Session, original: Callable[..., Any], fun: Callable[..., Any], has_aux: bool, argnums: Any, line: str
+    session: Session, original: Callable[..., Any], fun: Callable[..., Any], has_aux: bool, argnums: Any, site: Gradient
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad(fun, argnums, has_aux)`, given as `original`, in the policy of the session.
-
-    `line` is the line of the script that differentiates.
-    """
+    """`jax.value_and_grad(fun, argnums, has_aux)`, given as `original`, in the policy of the session."""
 
     def scaled(run: Callable[..., tuple[Any, Any]], scale: Any) -> Callable[..., Any]:
         """The gradients of a function that returns the result of `fun`, and a tree to return beside the gradients."""
@@ -45,7 +52,7 @@ def value_and_grad(
             return scaled(lambda *a, **k: (fun(*a, **k),) * 2, outer.value)(*args, **kwargs)
         places = _places(args, argnums)
         call = CastCall(session, fun, _as_arrays(args, places), kwargs)
-        if not _is_cast(session, call, fun, line, [args[i] for i in places]):
+        if not _is_cast(session, call, site, [args[i] for i in places]):
             with differentiating(None):
                 return original(fun, argnums=argnums, has_aux=has_aux)(*args, **kwargs)
 
@@ -61,20 +68,30 @@ def value_and_grad(
             return Attempt((outs, grads), finite, ~finite & (call.scope.read | all_finite(loss)))
 
         outs, grads = gradients_of(
-            session, evaluate, (_as_arrays(args, places), kwargs), lambda result: (call.finite(result[0]), result[1])
+            session,
+            evaluate,
+            (_as_arrays(args, places), kwargs),
+            site.number,
+            lambda result: (call.finite(result[0]), result[1]),
         )
         return call.rebuild(outs), grads
 
     return both
 
 
-def _is_cast(session: Session, call: CastCall, fun: Any, line: str, differentiated: Sequence[Any]) -> bool:
+def _is_cast(session: Session, call: CastCall, site: Gradient, differentiated: Sequence[Any]) -> bool:
     """Whether a gradient is taken in half: no loss scale is needed, or it changes nothing. Records which."""
+    present = frame()
     if session.scales and (rule := call.nonlinear_rule):
-        return session.keep(NOT_LINEAR, line, rule)
-    session.cast(function_name(fun) + " (no matmul)" * (not call.has_matmul), line, call.scope.lines, differentiated)
-    call.explain(session, fun, line)
-    return True
+        session.keep(NOT_LINEAR, site.line, rule)
+    elif present is not None:
+        site.name += " (no matmul)" * (not call.has_matmul)
+        site.nested, site.parameters = call.scope.lines, [Parameters.described(tree) for tree in differentiated]
+        new = session.options.explain and site.line not in session.explained
+        site.plan = call.explained(session) if new else ""
+        present.gradients.append(site)
+        return True
+    return False
 
 
 def _places(args: Sequence[Any], argnums: Any) -> set[int]:
@@ -97,7 +114,7 @@ def vjp(
     fun: Callable[..., Any],
     primals: Any,
     options: dict[str, Any],
-    line: str,
+    site: Gradient,
 ) -> Any:
     """`jax.vjp` or `jax.linearize` with a linear map that scales vectors, at lower scales until it is finite."""
     if enclosing_scale() is not None:
@@ -105,7 +122,7 @@ def vjp(
     else:
         primals = _as_arrays(primals, range(len(primals)))
         call = CastCall(session, fun, primals, {})
-        if not _is_cast(session, call, fun, line, primals):
+        if not _is_cast(session, call, site, primals):
             with differentiating(None):
                 return original(fun, *primals, **options)
         inner = jnp.full((), INNER_SCALE, jnp.float32)
@@ -121,13 +138,17 @@ def vjp(
         return Attempt(result, finite, ~finite & all_finite(vectors))
 
     def applied(linear: Any, *vectors: Any) -> Any:
-        return gradients_of(session, evaluate, (linear, vectors))
+        return gradients_of(session, evaluate, (linear, vectors), site.number)
 
     return (out, jax.tree_util.Partial(applied, linear), *aux)
 
 
 def gradients_of(
-    session: Session, evaluate: Callable[..., Attempt], args: Any, finished: Callable[[Any], Any] | None = None
+    session: Session,
+    evaluate: Callable[..., Attempt],
+    args: Any,
+    number: int,
+    finished: Callable[[Any], Any] | None = None,
 ) -> Any:
     """The result of the first evaluation with finite gradients, or of the last if no scale makes them finite.
 
@@ -135,6 +156,7 @@ def gradients_of(
         session: The session of this process.
         evaluate: Called as `evaluate(scale, args)`. It returns unscaled gradients.
         args: The arguments of `evaluate`.
+        number: The number of the gradient in its program.
         finished: Replaces nonfinite values of a result `(values, gradients)`. It returns `((values, whether it replaced
             any), gradients)`. Without it, the result is a tree of gradients.
     """
@@ -149,16 +171,16 @@ def gradients_of(
     else:
         attempt = evaluate(jnp.ones((), jnp.float32), args)
         found = LastAttempt(attempt.result, attempt.finite, jnp.ones((), jnp.float32), jnp.zeros((), jnp.int32))
-    result, reran = found.result, jnp.zeros((), jnp.bool_)
+    grads, reran = found.result, jnp.zeros((), jnp.bool_)
     if finished is not None:
-        (values, reran), grads = finished(result)
-        result = values, grads
+        (values, reran), grads = finished(grads)
+    grads = mark_gradient(number, grads)
     if present is not None:
         if state is not None:
             retrying.write_row(present, retrying.next_row(state, found, reran))
-        present.differentiates, present.sites = True, present.sites + 1
-        present.finite.append((jax.tree.leaves(result if finished is None else result[1]), found.finite))
-    return result
+        present.sites += 1
+        present.finite.append((jax.tree.leaves(grads), found.finite))
+    return grads if finished is None else (values, grads)
 
 
 def _times(x: Any, factor: Any) -> Any:

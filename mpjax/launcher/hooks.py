@@ -19,7 +19,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 PROGRAM = "python -m mpjax run"
-PATCHED = ("jax", "optax", "jax.example_libraries.optimizers")
+PATCHED = ("jax", "optax", "equinox", "jax.example_libraries.optimizers")
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
@@ -136,7 +136,8 @@ def patch(options: Options) -> Any:
 
     patches = Patches(Session(options))
     for name in PATCHED:
-        patches.patch(name)
+        if importlib.util.find_spec(name):
+            patches.patch(name)
     return patches
 
 
@@ -164,7 +165,8 @@ class Options:
         attention: As in `mpjax.Rules`.
         overrides: `(pattern, policy)` pairs over module paths.
         packages: Installed packages whose gradients count as the script's own.
-        any_gradient: Whether a script that builds no optimizer trains too, in bfloat16: it updates by hand.
+        any_gradient: Whether gradients are cast that no optimizer receives, in bfloat16: the script updates by hand.
+        evaluations: Whether evaluations are cast whose results the script may use for anything.
         init_scale: The first loss scale.
         quiet: Whether to print only errors.
         explain: Path of a file for the plan of each differentiated function, or "".
@@ -179,6 +181,7 @@ class Options:
     overrides: Sequence[Sequence[str]] = ()
     packages: Sequence[str] = ()
     any_gradient: bool = False
+    evaluations: bool = False
     init_scale: float = 2.0**15
     quiet: bool = False
     explain: str = ""

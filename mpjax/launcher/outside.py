@@ -1,15 +1,16 @@
 """Runs forward passes that lie outside of gradients in half precision too.
 
-An evaluation is such a pass. In a training step, a GAN samples its generator, and a Q-learner evaluates its target
-network, and the loss uses the results as data. Among the operations that do not depend on a gradient, the matmuls that
-combine parameters with data, and everything computed from them, run under autocast.
+In a training step, a GAN samples its generator, and a Q-learner evaluates its target network, and the loss uses the
+results as data. Among the operations that do not depend on a gradient, the matmuls that combine parameters with data,
+and everything computed from them, run under autocast, if gradients alone read the results. What else reads them may be
+an accept test, a line search or a saved file, so evaluations are cast only with `--evaluations`. Solves never are.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,9 +18,9 @@ import jax.numpy as jnp
 from mpjax.launcher.casts import SCOPE, CastCall, running_sites
 from mpjax.launcher.session import Session
 from mpjax.program import compat
-from mpjax.program.dataflow import Dataflow
+from mpjax.program.dataflow import Dataflow, variables
 from mpjax.program.evaluator import bind_in_context, evaluate
-from mpjax.program.graph import Site, site_of, sub_jaxprs
+from mpjax.program.graph import Site, site_of, sub_jaxprs, walk
 from mpjax.program.primitives import primitive
 from mpjax.program.source import scopes
 
@@ -38,7 +39,7 @@ _BEFORE, _PASSES, _AFTER = range(3)
 
 
 def in_half(session: Session, jaxpr: Any, parameters: Collection[Any]) -> Any:
-    """Puts the forward passes outside gradients in half. Returns `jaxpr` itself if there are none.
+    """Puts forward passes outside gradients in half. Returns `jaxpr` itself if there are none that may be.
 
     Args:
         session: The session of this process.
@@ -47,19 +48,23 @@ def in_half(session: Session, jaxpr: Any, parameters: Collection[Any]) -> Any:
     """
     opened = compat.open_jaxpr(jaxpr)
     parts = _parted(opened.jaxpr, parameters)
-    if not parts[_PASSES]:
-        return jaxpr
     after = Dataflow(parts[_AFTER], opened.jaxpr.outvars)
-    given = Dataflow(parts[_PASSES]).free
-    made = [v for eqn in parts[_PASSES] for v in eqn.outvars if v in after.readers or v in after.returned]
+    rows = [primitive(site.name) for eqn in parts[_PASSES] for site in (site_of(eqn), *_inside(eqn))]
+    if not rows or any(row.decomposes or row.solve for row in rows):
+        return jaxpr  # A solve multiplies a rounding by a condition number.
+    passes = Dataflow(parts[_PASSES], after.free)
+    if not session.options.evaluations and (_tests(passes) or not _are_data(passes, after)):
+        return jaxpr
+    given = passes.free
+    made = [v for v in passes.maker_of if v in after.readers or v in after.returned]
     before, passes = Dataflow(parts[_BEFORE], given), Dataflow(parts[_PASSES], made)
 
     def forward(*arrays: Any) -> list[Any]:
         return evaluate(passes, dict(zip(given, arrays, strict=True)), bind_in_context)
 
     def program(*arrays: Any) -> list[Any]:
-        variables = (*opened.jaxpr.constvars, *opened.jaxpr.invars)
-        env: dict[Any, Any] = dict(zip(variables, (*opened.consts, *arrays), strict=True))
+        ins = (*opened.jaxpr.constvars, *opened.jaxpr.invars)
+        env: dict[Any, Any] = dict(zip(ins, (*opened.consts, *arrays), strict=True))
         inputs = evaluate(before, env, bind_in_context)
         call = CastCall(session, forward, inputs, {})
         outs, _ = call.finite(call.in_half(jnp.ones((), jnp.float32), inputs, {}))
@@ -67,6 +72,34 @@ def in_half(session: Session, jaxpr: Any, parameters: Collection[Any]) -> Any:
         return evaluate(after, env, bind_in_context)
 
     return compat.trace(program, *(compat.example(v.aval) for v in opened.jaxpr.invars))
+
+
+def _inside(eqn: Any) -> Iterator[Site]:
+    return (site for sub in sub_jaxprs(eqn) for site in walk(sub.jaxpr))
+
+
+def _tests(passes: Dataflow) -> bool:
+    """Whether operations choose among values by comparing others. An activation chooses by the value itself."""
+    for eqn in passes.eqns:
+        row, (out, *_) = primitive(eqn.primitive.name), eqn.outvars or [None]
+        readers = passes.readers.get(out, [])
+        by_itself = readers and all(
+            not set(variables(eqn.invars)).isdisjoint(variables(other.invars)) for other in readers
+        )
+        if row.chooses or (row.compares and (out in passes.returned or not by_itself)):
+            return True
+        if any(_tests(Dataflow(sub.opened.eqns, sub.opened.outvars)) for sub in sub_jaxprs(eqn)):
+            return True
+    return False
+
+
+def _are_data(passes: Dataflow, after: Dataflow) -> bool:
+    """Whether only gradients read the results: anything else may test, keep or save them."""
+    made = passes.maker_of.keys()
+    readers = (eqn for v in made for eqn in after.readers.get(v, ()))
+    return after.returned.isdisjoint(made) and all(
+        SCOPE in scopes(eqn) or is_differentiated(running_sites(Dataflow([eqn]))) for eqn in readers
+    )
 
 
 def is_differentiated(sites: Iterable[Site]) -> bool:

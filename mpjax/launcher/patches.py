@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 import mpjax
 from mpjax.launcher import programs
-from mpjax.launcher.session import Session, differentiating, enclosing_scale, frame
+from mpjax.launcher.fates import mark_update
+from mpjax.launcher.session import Session, differentiating, enclosing_scale, frame, name_of
 from mpjax.program import compat
 
 
@@ -49,7 +50,7 @@ class Patches:
         self.undo()
         self._modules.add(name)
         for module in self._modules:
-            {"jax": self._patch_jax, "optax": self._patch_optax}.get(module, self._patch_optimizers)()
+            getattr(self, f"_patch_{module.rpartition('.')[2]}")()
 
     def _patch_jax(self) -> None:
         """Replaces `jit`, `pmap`, `grad`, `value_and_grad`, `vjp` and `linearize` of the `jax` module."""
@@ -73,7 +74,14 @@ class Patches:
             return guarded(session, functools.partial(plain, self))(*args, **extra)
 
         self.replace(optax.MultiSteps, "update", update_multi_steps)
+        self.replace(optax, "apply_updates", _applying(session, optax.apply_updates))
         self._guard(optax.GradientTransformation, guarded)
+
+    def _patch_equinox(self) -> None:
+        """Notes parameters after an update."""
+        import equinox
+
+        self.replace(equinox, "apply_updates", _applying(self.session, equinox.apply_updates))
 
     def _patch_optimizers(self) -> None:
         """The same for `jax.example_libraries.optimizers`."""
@@ -110,14 +118,16 @@ def _differentiation(session: Session, value_and_grad: Any, original: Any, gradi
 
         @functools.wraps(plain)
         def gradient(*args: Any, **kwargs: Any) -> Any:
-            # By now the script has built its optimizer.
             if session.casts and isinstance(fun, programs.Compiled) and not compat.is_compiling():
                 return fun.derived((original, argnums, has_aux), gradient)(*args, **kwargs)
-            if not session.trains(fun, line):
-                return plain(*args, **kwargs)
+            session.differentiated = True
+            site = session.gradient(fun, line)
+            if site is None:
+                with in_float32():
+                    return plain(*args, **kwargs)
             from mpjax.launcher import gradients
 
-            value, grads = gradients.value_and_grad(session, value_and_grad, fun, has_aux, argnums, line)(
+            value, grads = gradients.value_and_grad(session, value_and_grad, fun, has_aux, argnums, site)(
                 *args, **kwargs
             )
             if not gradient_only:
@@ -129,15 +139,25 @@ def _differentiation(session: Session, value_and_grad: Any, original: Any, gradi
     return differentiate
 
 
+def in_float32() -> Any:
+    """The context of a gradient that stays in float32 with all that it contains, where a program is traced."""
+    return contextlib.nullcontext() if frame() is None else differentiating(None)
+
+
 def _linearization(session: Session, original: Any) -> Any:
     @functools.wraps(original)
     def linearize(fun: Any, *primals: Any, **options: Any) -> Any:
         line = session.callers.script_line()
-        if not line or not session.active or not session.trains(fun, line):
+        if not line or not session.active:
             return original(fun, *primals, **options)
+        session.differentiated = True
+        site = session.gradient(fun, line)
+        if site is None:
+            with in_float32():
+                return original(fun, *primals, **options)
         from mpjax.launcher import gradients
 
-        return gradients.vjp(session, original, fun, primals, options, line)
+        return gradients.vjp(session, original, fun, primals, options, site)
 
     return linearize
 
@@ -165,7 +185,7 @@ def _checked_rules(original: Any) -> Any:
             if scale is not None and scale.value is not None and not scale.rule:
                 from mpjax.program.linearity import check_rule
 
-                scale.rule = "" if check_rule(as_part(bwd), args) else programs.name_of(bwd)
+                scale.rule = "" if check_rule(as_part(bwd), args) else name_of(bwd)
             return as_part(bwd)(*args)
 
         return original(self, as_part(fwd), checked, *rest, **options)
@@ -183,6 +203,17 @@ def _compilation(session: Session, original: Any) -> Any:
         return programs.Compiled(session, original, fun, options)
 
     return jit
+
+
+def _applying(session: Session, original: Any) -> Any:
+    @functools.wraps(original)
+    def apply_updates(*args: Any, **kwargs: Any) -> Any:
+        params = original(*args, **kwargs)
+        if session.hands:
+            session.updated.add(jax.tree.leaves(params), True)
+        return params
+
+    return apply_updates
 
 
 def _mapping(session: Session, original: Any) -> Any:
@@ -207,10 +238,14 @@ def guarded(session: Session, update: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(update)
     def update_if_finite(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        def take(grads: Any) -> Any:
+            return update(grads, state, params, **extra)
+
         def skipped(shapes: Any) -> Any:
             return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[0]), state
 
-        return _taken(session, updates, lambda: update(updates, state, params, **extra), skipped)
+        # A line search compares losses, which half precision blurs.
+        return take(updates) if "value_fn" in extra else _taken(session, updates, take, skipped)
 
     return update_if_finite
 
@@ -218,41 +253,45 @@ def guarded(session: Session, update: Callable[..., Any]) -> Callable[..., Any]:
 def guarded_state(session: Session, update: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the `update` of `jax.example_libraries.optimizers` so that nonfinite gradients keep the state."""
     return functools.wraps(update)(
-        lambda step, grads, state: _taken(session, grads, lambda: update(step, grads, state), lambda _: state)
+        lambda step, grads, state: _taken(session, grads, lambda g: update(step, g, state), lambda _: state)
     )
 
 
-def _taken(session: Session, grads: Any, take: Callable[[], Any], skip: Callable[[Any], Any]) -> Any:
-    """The result of `take`, or if the gradients are not finite, of `skip`, which is given the shapes of the former."""
-    present = frame()
-    if present is not None:
-        present.optimizes = True
+def _taken(session: Session, grads: Any, take: Callable[[Any], Any], skip: Callable[[Any], Any]) -> Any:
+    """The result of `take` for gradients, or if they are not finite, of `skip` for the shapes of the former."""
 
-    def decided() -> Any:
+    def decided(grads: Any) -> Any:
         token = _DECIDED.set(True)
         try:
             # An optimizer's matmuls (Shampoo, Muon) are not the model's.
             with mpjax.autocast_disabled():
-                return take()
+                return take(grads)
         finally:
             _DECIDED.reset(token)
 
-    if not session.scales or not session.sites or _DECIDED.get():
-        return decided()
+    if _DECIDED.get() or not session.active:
+        return decided(grads)
+    present = frame()
+    if present is None:
+        session.receive(jax.tree.leaves(grads))
+    else:
+        present.optimizes = True
+    if not session.scales or not (present.gradients or present.guards if present else session.sites):
+        if present is not None:
+            present.unguarded, grads = session.scales, mark_update(grads)
+        return decided(grads)
     from mpjax.launcher.retrying import all_finite, strong
 
-    finite = _known(grads)
-    finite = all_finite(grads) if finite is None else finite
-    if not isinstance(finite, jax.core.Tracer) and bool(finite):
-        return decided()
-    shapes = jax.eval_shape(decided)
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(grads)):
+        return decided(grads) if all_finite(grads) else skip(jax.eval_shape(decided, grads))
+    shapes = jax.eval_shape(decided, grads)
     other = skip(shapes)
-    if not isinstance(finite, jax.core.Tracer):
-        return other
     if _types(shapes) != _types(other):
-        # A state whose structure or types change in a step can't pass through `cond`, so the step is unguarded.
-        return decided()
-    return jax.lax.cond(finite, lambda: strong(decided()), lambda: strong(other))
+        # A state whose structure or types change in a step can't pass through `cond`: not an update that can skip.
+        return decided(grads)
+    known, grads = _known(grads), mark_update(grads)
+    finite = all_finite(grads) if known is None else known
+    return jax.lax.cond(finite, lambda: strong(decided(grads)), lambda: strong(other))
 
 
 def _known(grads: Any) -> Any:

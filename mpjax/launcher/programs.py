@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +13,8 @@ import jax.extend.core
 import numpy as np
 
 from mpjax.launcher.report import Clock
-from mpjax.launcher.session import Frame, Session, enclosing_scale, frame, tracing
+from mpjax.launcher.session import BY_HAND, NOT_UPDATED, Session, enclosing_scale, frame, name_of
 from mpjax.program import compat
-from mpjax.program.source import is_library_file
 
 _STATES = "_mpjax_loss_scales"
 
@@ -33,39 +31,78 @@ class Compiled:
         self._session, self._jit, self._fun, self._options = session, jit, fun, options
         self._untouched = jit(fun, **options)
         self.clock = Clock(name_of(fun))  # The session keeps it, and not the data that the function closes over.
-        self.trains = False
+        self.trains = self.receives = False
+        # Of the gradients that it hands out: their leaves, those that an update has received since the last call, those
+        # in each result, and the lines and names. The arguments that go to an update.
+        self.hands_out = self.received = 0
+        self.outputs, self.handing, self.receiving = list[int](), list[tuple[str, str]](), list[int]()
         self._derived: dict[Any, Compiled] = {}
         self._make()
 
     def _make(self) -> None:
         """Makes the functions under the policy, which JAX then traces."""
-        self.decided = True  # False if a trace could not tell whether the function evaluates
-        self._plain = self._jit(under_policy(self._session, self._fun), **self._options)
+        self.early = self.unguarded = False  # whether a trace could not tell if it evaluates, or left updates unguarded
+        self._plain = self._jit(under_policy(self._session, self._fun, self), **self._options)
+        # By whether the gradients that it hands out are in half.
+        self._stateful = {half: self._with_states(half) for half in (False, True)}
+        self._functions = [fun for fun in (self._untouched, self._plain, *self._stateful.values()) if fun is not None]
+
+    def _with_states(self, hands_out_half: bool) -> Any:
+        """The function with the loss scales; None if it can't take them: JAX takes no keyword beside in_shardings."""
+        if self._options.get("in_shardings") is not None:
+            return None
         shardings = {name: (given, None) for name, given in self._options.items() if name == "out_shardings"}
-        # JAX takes no keyword arguments beside in_shardings.
-        takes_states = self._options.get("in_shardings") is None
-        stateful = under_policy(self._session, self._fun, self)
-        self._stateful = self._jit(stateful, **(self._options | shardings)) if takes_states else None
-        self._functions = [fun for fun in (self._untouched, self._plain, self._stateful) if fun is not None]
+        program = under_policy(self._session, self._fun, self, hands_out_half)
+        program.__signature__ = _signature(self._fun)  # type: ignore[attr-defined]
+        return self._jit(program, **(self._options | shardings))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        session, clock = self._session, self.clock
         if frame() is not None or enclosing_scale() is not None:
             # A new function for each trace: JAX would cache what this one reads from the enclosing trace.
             return self._jit(functools.partial(self._fun), **self._options)(*args, **kwargs)
-        if not self._session.casts:
+        if not session.casts:
             return self._untouched(*args, **kwargs)
-        if not self.decided and self._session.parameters:
+        leaves = jax.tree.leaves((args, kwargs)) if session.hands else []
+        self.receives = self.receives or any(session.handed.get(x) is not None for x in leaves)
+        if (self.early and session.parameters) or (self.unguarded and (session.sites or self.receives)):
             self._make()
-        if self._stateful is None or compat.is_tracing():
+        if self._stateful[False] is None or compat.is_tracing():
             return self._plain(*args, **kwargs)
-        clock = self.clock
-        states = self._session.initial_states() if clock.counts is None else _beside(clock.counts, (args, kwargs))
-        out, clock.counts = self._stateful(*args, **kwargs, **{_STATES: states})
+        half = self._hands_out_half(leaves)
+        states = session.initial_states() if clock.counts is None else _beside(clock.counts, (args, kwargs))
+        out, clock.counts = self._stateful[half](*args, **kwargs, **{_STATES: states})
         if self.trains:
             clock.tick()
             if clock.calls == 1:
-                self._session.steps.append(clock)
+                session.steps.append(clock)
+        if session.hands:
+            self._hand_out(jax.tree.leaves(out), jax.tree.leaves((args, kwargs)), half)
         return out
+
+    def _hands_out_half(self, leaves: Sequence[Any]) -> bool:
+        """Whether the gradients that it hands out may be in half.
+
+        Those of the call before have all gone to an update, and it is given parameters that come from one.
+        """
+        self.received, received = 0, self.received
+        if self.hands_out & ~received:
+            return False
+        updated = sum(self._session.updated.get(x) is not None for x in leaves)
+        return updated >= self.hands_out.bit_count() > 0
+
+    def _hand_out(self, outs: Sequence[Any], leaves: Sequence[Any], half: bool) -> None:
+        """Notes which results of a call are gradients or updated parameters, and which arguments went to an update."""
+        session = self._session
+        if self.receiving:
+            session.receive(leaves[i] for i in self.receiving)
+            session.updated.add(outs, True)
+        for x, handed in zip(outs, self.outputs, strict=False):
+            if handed:
+                session.handed.add([x], (self, handed))
+        if not half:
+            for line, name in self.handing:
+                session.keep(NOT_UPDATED + BY_HAND * (not session.scales), line, name)
 
     def derived(self, key: Any, gradient: Callable[..., Any]) -> Compiled:
         """The compiled gradient of this function, which the script did not compile: one for each `key`."""
@@ -102,18 +139,17 @@ class Compiled:
         return repr(self._untouched)
 
 
-def name_of(fun: Any) -> str:
-    """The name of a function with its line in the script, as `step (train.py:12)`: several may have one name."""
-    name, code = getattr(fun, "__name__", type(fun).__name__), getattr(inspect.unwrap(fun), "__code__", None)
-    if code is None or is_library_file(code.co_filename):
-        return name
-    return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+def under_policy(
+    session: Session, fun: Callable[..., Any], compiled: Compiled | None = None, hands_out_half: bool = False
+) -> Callable[..., Any]:
+    """Wraps `fun` for `jit` or `pmap`, so that its gradients and forward passes run under autocast where they may.
 
-
-def under_policy(session: Session, fun: Callable[..., Any], compiled: Compiled | None = None) -> Callable[..., Any]:
-    """Wraps `fun` for `jit` or `pmap`: if it evaluates the training's parameters, it runs under autocast.
-
-    With `compiled`, the wrapped function takes the loss scales as an additional keyword argument and returns them too.
+    Args:
+        session: The session of this process.
+        fun: The function.
+        compiled: The compiled function, if it is one. It may pass the loss scales as a keyword argument, for which the
+            wrapped function returns them too.
+        hands_out_half: Whether gradients that the program hands out may be in half.
     """
 
     @functools.wraps(fun)
@@ -121,49 +157,12 @@ def under_policy(session: Session, fun: Callable[..., Any], compiled: Compiled |
         states = kwargs.pop(_STATES, None)
         if frame() is not None or enclosing_scale() is not None or not session.casts:
             return fun(*args, **kwargs)
-        return under_autocast(session, fun, args, kwargs, states, compiled)
+        from mpjax.launcher.decisions import Program
 
-    if compiled is not None:
-        program.__signature__ = _signature(fun)  # type: ignore[attr-defined]
+        out, new = Program(session, fun, args, kwargs, compiled).run(states, hands_out_half)
+        return out if states is None else (out, new)
+
     return program
-
-
-def under_autocast(
-    session: Session, fun: Callable[..., Any], args: Any, kwargs: Any, states: Any, compiled: Compiled | None
-) -> Any:
-    """Traces a program to see whether it trains or evaluates, and returns its result under the policy."""
-    from mpjax.launcher.casts import running_sites
-    from mpjax.launcher.outside import in_half, is_differentiated
-    from mpjax.program.tracing import is_array, trace
-
-    seen = Frame(name_of(fun))
-
-    def with_states(states: Any, args: Any, kwargs: Any) -> Any:
-        seen.states = None if states is None else jax.new_ref(states)
-        with tracing(seen):
-            out = fun(*args, **kwargs)
-        states = None if states is None else seen.states[...]
-        seen.states, seen.finite = None, []  # Tracers must not outlive the trace.
-        return out, states
-
-    traced = trace(with_states, (states, args, kwargs), {}, None)
-    sites = [site for site in running_sites(traced.jaxpr) if site.flops]
-    trains = seen.differentiates or seen.optimizes or is_differentiated(sites)
-    leaves = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
-    arrays = [(path, leaf) for path, leaf in leaves if is_array(leaf)]
-    parameters = session.parameters.among(arrays)
-    jaxpr = traced.jaxpr
-    if parameters and session.active and (seen.differentiates or not trains):
-        inputs = compat.open_jaxpr(jaxpr).jaxpr.invars[-len(arrays) :]
-        jaxpr = in_half(session, jaxpr, {inputs[i] for i in parameters})
-    seen.evaluates = not trains and jaxpr is not traced.jaxpr
-    for watch in session.watchers:
-        watch(seen, jaxpr)
-    if compiled is not None:
-        compiled.trains = compiled.trains or seen.differentiates
-        compiled.decided = trains or not sites or bool(session.parameters)
-    out, states = traced.rebuild(jax.extend.core.jaxpr_as_fun(jaxpr)(*traced.arrays))
-    return out if compiled is None else (out, states)
 
 
 def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:

@@ -64,7 +64,7 @@ class Report:
         Args:
             otherwise: Why nothing was cast, where the script has differentiated nothing; "" prints nothing then.
         """
-        kept = [reason.format(_places(functions)) for reason, functions in self.session.kept.items()]
+        kept = [reason.format(_places(functions)) for reason, functions in self.session.kept.items() if functions]
         if self.session.sites:
             text = "\n".join(["mpjax run: summary", *self._cast(), *(f"  in float32: {reason}" for reason in kept)])
         else:

@@ -6,10 +6,11 @@ import collections
 import contextlib
 import contextvars
 import dataclasses
+import inspect
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 
 import mpjax
+from mpjax.launcher.fates import Arrays
 from mpjax.launcher.hooks import LaunchError, Options
 from mpjax.program import compat, contexts
 from mpjax.program.source import is_library_file
@@ -30,12 +32,13 @@ COLUMNS = 6
 HALF = ("float16", "bfloat16")
 
 # Why gradients stay in float32. The report names them in place of the braces.
-NO_OPTIMIZER = (
-    "no optimizer was built before the gradients of {}: build one of optax or jax.example_libraries before the first "
-    "gradient"
+NOT_UPDATED = (
+    "the gradients of {} do not go, whole and only, into an update that can skip a step: one of optax without a line "
+    "search, or of jax.example_libraries.optimizers"
 )
-BY_HAND = ", or pass --any-gradient if the script updates its parameters by hand"
+BY_HAND = " (--any-gradient casts them all the same)"
 OUTSIDE_JIT = "the gradients of {} ran outside of jax.jit: compile the step"
+CHECKED = "the gradients of {} ran under jax.disable_jit, debug_nans, debug_infs or checkify, which look at each value"
 DIFFERENTIATED_AGAIN = "a library differentiates the gradients of {} again"
 NOT_LINEAR = (
     "a loss scale would change {}, a derivative rule that is not linear in its cotangent, so the gradients there need "
@@ -45,24 +48,55 @@ _LISTS = ("MPJAX_ALLOWLIST_ADD", "MPJAX_DENYLIST_ADD", "MPJAX_INFERLIST_ADD")
 
 
 @dataclasses.dataclass
+class Gradient:
+    """A call of a gradient function in a program that is being traced.
+
+    Args:
+        number: Its number in the program.
+        name: The name of the differentiated function.
+        line: The line of the script that differentiates.
+        nested: The lines of gradients inside the function, which may be with respect to data, with their functions.
+        parameters: The trees with respect to which it is, as `Parameters` knows them.
+        plan: Its plan for the `--explain` file.
+    """
+
+    number: int
+    name: str
+    line: str
+    nested: dict[str, str] = dataclasses.field(default_factory=dict)
+    parameters: Sequence[Any] = ()
+    plan: str = ""
+
+
+@dataclasses.dataclass
 class Frame:
     """A program that is being traced: one `jit` or `pmap` of the script.
 
     Args:
         name: Name of the function.
+        in_float32: The numbers of gradients that stay in float32.
+        guards: Whether its updates skip, even if no gradient of its own is in half.
         states: A mutable array with a row for each site, inside the trace; None if the program has no states.
-        differentiates: Whether the script differentiated in it.
         optimizes: Whether an optimizer took a step in it.
+        unguarded: Whether one took a step that could not be skipped.
         evaluates: Whether it has matmuls and runs under autocast as a whole.
+        numbers: Number of gradients so far, in half or not.
+        gradients: Those in half.
+        kept: The reasons for those that are not, each with lines and functions.
         sites: Number of differentiated functions.
         finite: Returned gradients, as `(leaves, whether all are finite)`.
     """
 
     name: str
+    in_float32: Collection[int] = ()
+    guards: bool = False
     states: Any = None
-    differentiates: bool = False
     optimizes: bool = False
+    unguarded: bool = False
     evaluates: bool = False
+    numbers: int = 0
+    gradients: list[Gradient] = dataclasses.field(default_factory=list)
+    kept: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
     sites: int = 0
     finite: list[tuple[list[Any], Any]] = dataclasses.field(default_factory=list)
 
@@ -70,6 +104,11 @@ class Frame:
     def row(self) -> int:
         """The row of the next differentiated function in the states."""
         return min(self.sites, ROWS - 1)
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether the script differentiates in it in half."""
+        return bool(self.gradients)
 
 
 @dataclasses.dataclass
@@ -170,7 +209,11 @@ class Session:
             )
         # Whether nonfinite forward passes run again in float32. bfloat16 has the range of float32 and needs no rerun.
         self.reruns = self.scales and not options.dry_run
-        self.optimizers = 0
+        self.optimizers = 0  # those that the script has built
+        self.any_gradient = options.any_gradient  # whether a gradient is cast wherever it goes
+        self.handed = Arrays()  # gradients that programs have handed out, each as `(Compiled, its leaves)`
+        self.updated = Arrays()  # parameters after an update
+        self.hands = False  # whether a program has handed out gradients
         self.parameters = Parameters()
         # For each reason, the lines whose gradients stay in float32, with the functions.
         self.kept: dict[str, dict[str, str]] = collections.defaultdict(dict)
@@ -190,50 +233,71 @@ class Session:
 
     @property
     def casts(self) -> bool:
-        """Whether the script may train by now. Until then, and with `jax_disable_jit`, nothing of it is cast."""
-        trains = self.optimizers > 0 or (self.options.any_gradient and not self.scales)
-        return trains and not jax.config.jax_disable_jit
+        """Whether anything is cast now. Not where values are checked one by one: an attempt that overflows is none."""
+        config = jax.config
+        return self.active and not (config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs)
 
-    def keep(self, reason: str, line: str, name: str) -> bool:
-        """Records that the gradients of a function stay in float32. Returns False."""
-        self.kept[reason].setdefault(line, name)
-        return False
+    def keep(self, reason: str, line: str, name: str) -> None:
+        """Records that the gradients of a function stay in float32."""
+        if (present := frame()) is not None:
+            present.kept.append((reason, line, name))
+        elif line not in self.sites:
+            self.kept[reason].setdefault(line, name)
 
-    def trains(self, fun: Any, line: str) -> bool:
-        """Whether a gradient is one of the training. Records one that is not.
+    def gradient(self, fun: Any, line: str) -> Gradient | None:
+        """A gradient that may run in half; None for one that stays in float32, which is recorded.
 
         Args:
             fun: The differentiated function.
             line: The line of the script that differentiates.
         """
-        scale, name = enclosing_scale(), function_name(fun)
-        if scale is not None and scale.value is None:
-            return False
-        if not self.casts and not jax.config.jax_disable_jit:
-            return self.keep(NO_OPTIMIZER + BY_HAND * (not self.scales), line, name)
-        if self.scales and scale is None and compat.is_differentiating():
-            # An overflow of the second derivative could not be seen, and no loss scale protects it.
-            return self.keep(DIFFERENTIATED_AGAIN, line, name)
-        if not compat.is_compiling():
-            # Each call would be traced and planned again, which costs more than half precision can save.
-            return self.keep(OUTSIDE_JIT, line, name)
+        scale, present, name = enclosing_scale(), frame(), function_name(fun)
         if scale is not None:
-            scale.lines.setdefault(line, name)
-        return True
+            if scale.value is not None:
+                scale.lines.setdefault(line, name)
+            return None if scale.value is None else Gradient(-1, name, line)
+        if present is None:
+            # Outside of jit, each call would be traced and planned again, which costs more than half can save.
+            self.keep(OUTSIDE_JIT if self.casts else CHECKED, line, name)
+            return None
+        number, present.numbers = present.numbers, present.numbers + 1
+        if number in present.in_float32:
+            self.keep(NOT_UPDATED + BY_HAND * (not self.scales), line, name)
+        elif compat.is_differentiating():
+            # An overflow of the second derivative could not be seen, and no loss scale protects it.
+            self.keep(DIFFERENTIATED_AGAIN, line, name)
+        else:
+            return Gradient(number, name, line)
+        return None
 
-    def cast(self, name: str, line: str, nested: dict[str, str], differentiated: Sequence[Any]) -> None:
-        """Records a gradient in half, and the parameters.
+    def record(self, program: Frame) -> None:
+        """Records the gradients of a program that runs."""
+        for reason, line, name in program.kept:
+            self.keep(reason, line, name)
+        for gradient in program.gradients:
+            for line, name in {gradient.line: gradient.name, **gradient.nested}.items():
+                self.sites.setdefault(line, name)
+                self.unkeep(line)
+            self.parameters.learn(gradient.parameters)
+            path = self.options.explain
+            if gradient.plan and gradient.line not in self.explained:
+                with open(path, "a" if self.explained else "w") as file:
+                    file.write(f"{gradient.name}, differentiated at {gradient.line}\n\n{gradient.plan}\n\n")
+                self.explained.add(gradient.line)
 
-        Args:
-            name: The name of the differentiated function.
-            line: The line of the script that differentiates.
-            nested: The lines of gradients inside the function, which may be with respect to data.
-            differentiated: The arguments with respect to which the outer gradient is.
-        """
-        for place, function in {line: name, **nested}.items():
-            self.sites.setdefault(place, function)
-        for tree in differentiated:
-            self.parameters.learn(tree)
+    def unkeep(self, line: str) -> None:
+        """Forgets that the gradients at a line stayed in float32: they are in half from the second call on."""
+        for reason in [
+            reason for reason, functions in self.kept.items() if functions.pop(line, None) and not functions
+        ]:
+            del self.kept[reason]
+
+    def receive(self, grads: Iterable[Any]) -> None:
+        """Notes that an update receives these arrays, some of which may be gradients that a program handed out."""
+        for x in grads if self.handed else ():
+            if (handed := self.handed.get(x)) is not None:
+                compiled, leaves = handed
+                compiled.received |= leaves
 
     @property
     def setting(self) -> Any:
@@ -253,6 +317,14 @@ class Session:
         rows = np.zeros((ROWS, COLUMNS), np.float32)
         rows[:, SCALE] = self.options.init_scale if self.scales else 1.0
         return jax.device_put(rows)
+
+
+def name_of(fun: Any) -> str:
+    """The name of a function with its line in the script, as `step (train.py:12)`: several may have one name."""
+    name, code = getattr(fun, "__name__", type(fun).__name__), getattr(inspect.unwrap(fun), "__code__", None)
+    if code is None or is_library_file(code.co_filename):
+        return name
+    return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 
 
 def function_name(fun: Any) -> str:
@@ -332,13 +404,16 @@ class Parameters:
     def __bool__(self) -> bool:
         return bool(self._trees)
 
-    def learn(self, tree: Any) -> None:
-        """Records a tree that the script differentiates with respect to. A single array has no name to be known by."""
+    def learn(self, trees: Iterable[Any]) -> None:
+        """Records trees that the script trains, as `described`."""
+        self._trees.update(tree for tree in trees if tree[0] and tree[0][0][0])
+
+    @staticmethod
+    def described(tree: Any) -> tuple[tuple[tuple[tuple[str, ...], Type], ...], bool]:
+        """A tree without its arrays. A single array has no name to be known by."""
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
         named = tuple((_names(path), _type(x)) for path, x in leaves if hasattr(x, "dtype"))
-        of_modules = any(isinstance(key, jax.tree_util.GetAttrKey) for path, _ in leaves for key in path)
-        if named and named[0][0]:
-            self._trees[named] = of_modules
+        return named, any(isinstance(key, jax.tree_util.GetAttrKey) for path, _ in leaves for key in path)
 
     def among(self, leaves: Sequence[tuple[Any, Any]]) -> set[int]:
         """The indices of parameters among the arrays of a program's arguments, given with their tree paths."""

@@ -11,12 +11,16 @@ from mpjax.launcher.hooks import Options
 
 @pytest.fixture
 def launched():
-    """Patches JAX like the launcher: `launched(policy=..., init_scale=...)` returns the session."""
+    """Patches JAX like the launcher: `launched(policy=..., init_scale=...)` returns the session.
+
+    With `wherever=True`, gradients are cast wherever they go, for tests that no optimizer should complicate.
+    """
     with contextlib.ExitStack() as stack:
 
-        def launch(**options):
+        def launch(wherever=False, **options):
             patches = hooks.patch(Options(**{"quiet": True, **options}))
             stack.callback(patches.undo)
+            patches.session.any_gradient |= wherever
             return patches.session
 
         yield launch

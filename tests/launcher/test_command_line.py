@@ -152,15 +152,17 @@ def test_a_script_without_gradients_is_reported(script):
 
 
 def test_a_script_that_updates_by_hand_is_left_alone_and_told_why(script):
-    by_hand = "import jax, jax.numpy as jnp\nprint(jax.grad(lambda w: jnp.sum(w @ w))(jnp.eye(4))[0, 0])\n"
+    by_hand = (
+        "import jax, jax.numpy as jnp, optax\noptax.sgd(0.1)\n"
+        "step = jax.jit(lambda w: w - 0.5 * jax.grad(lambda w: jnp.sum(w @ w))(w))\nprint(step(jnp.eye(4))[0, 0])\n"
+    )
     done = run("--policy", "mixed_bfloat16", script(by_hand))
-    assert (done.returncode, done.stdout) == (0, "2.0\n")
+    assert (done.returncode, done.stdout) == (0, "0.0\n")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("mpjax run: nothing was cast to half: no optimizer was built before the gradients of")
-    assert "<lambda> at script.py:2" in line
-    assert line.endswith("or pass --any-gradient if the script updates its parameters by hand")
+    assert line.startswith("mpjax run: nothing was cast to half: the gradients of <lambda> at script.py:3 do not go")
+    assert line.endswith("(--any-gradient casts them all the same)")
     quiet = run("--quiet", script(by_hand))  # hides reports, not that half was not used
-    assert quiet.stderr.startswith("mpjax run: in float32: no optimizer was built before the gradients of <lambda> at")
+    assert quiet.stderr.startswith("mpjax run: in float32: the gradients of <lambda> at")
     done = run("--any-gradient", script(by_hand))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
@@ -287,8 +289,9 @@ def test_child_processes_run_in_the_policy(environment, script):
     import multiprocessing
     def child():
         import jax, jax.numpy as jnp, optax
-        optax.sgd(0.1)
-        return "f16[" in str(jax.make_jaxpr(jax.grad(lambda w: jnp.sum(w @ w)))(jnp.eye(4)))
+        tx = optax.sgd(0.1)
+        step = jax.jit(lambda w, s: tx.update(jax.grad(lambda w: jnp.sum(w @ w))(w), s))
+        return "f16[" in str(jax.make_jaxpr(step)(jnp.eye(4), tx.init(jnp.eye(4))))
     if __name__ == "__main__":
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             print(pool.apply(child))

@@ -19,7 +19,7 @@ def test_matmuls_of_float8_count_as_half_or_less(dtype, half):
     assert _is_half(site) == half
 
 
-def test_the_summary_names_gradients_that_no_compiled_step_counts(launched, capsys):
+def test_the_summary_names_gradients_that_stay_in_float32(launched, capsys):
     session = launched(quiet=False)
     tx = optax.sgd(0.1)
     w = jnp.ones((16, 16))
@@ -36,7 +36,12 @@ def test_the_summary_names_gradients_that_no_compiled_step_counts(launched, caps
         return tx.update(grads, tx.init(w))[0], None
 
     jax.lax.scan(step, w, length=2)
+    jax.jit(lambda w: w - 0.1 * jax.grad(product)(w))(w)
     Report(session, always=False).summary()
-    line = next(line for line in capsys.readouterr().err.splitlines() if "not counted" in line)
-    assert "product at test_report.py:" in line
-    assert "saddle (no matmul) at test_report.py:" in line
+    (line,) = capsys.readouterr().err.splitlines()
+    outside, by_hand = line.split("; ")
+    assert outside.startswith("mpjax run: nothing was cast to half: the gradients of product at test_report.py:")
+    assert ", saddle at test_report.py:" in outside
+    assert "ran outside of jax.jit" in outside
+    assert by_hand.startswith("the gradients of product at test_report.py:")
+    assert "an update that can skip a step" in by_hand

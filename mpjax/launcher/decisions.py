@@ -1,0 +1,93 @@
+"""Decides what of a compiled function of the script runs in half, from one trace of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.extend.core
+
+from mpjax.launcher.casts import running_sites
+from mpjax.launcher.fates import Fates, fates
+from mpjax.launcher.outside import in_half, is_differentiated
+from mpjax.launcher.session import Frame, Gradient, Session, name_of, tracing
+from mpjax.program import compat
+from mpjax.program.tracing import TracedCall, is_array, trace
+
+if TYPE_CHECKING:
+    from mpjax.launcher.programs import Compiled
+
+
+class Program:
+    """A call of a compiled function that is being traced: its gradients, their fates, and its forward passes."""
+
+    def __init__(self, session: Session, fun: Callable[..., Any], args: Any, kwargs: Any, compiled: Compiled | None):
+        self.session, self.fun, self.call, self.compiled = session, fun, (args, kwargs), compiled
+        self.name = name_of(fun)
+        self.guards = bool(session.sites) or (compiled is not None and compiled.receives)
+
+    def run(self, states: Any, hands_out_half: bool) -> Any:
+        """The result and the next states. The first trace shows which gradients stay in float32 in the second."""
+        session, compiled = self.session, self.compiled
+        seen, traced = self._traced(states, ())
+        if seen.gradients and not session.any_gradient:
+            fate = fates(traced.jaxpr)
+            handing = [g for g in seen.gradients if not fate.is_updated(g.number) and fate.handed_out(g.number)]
+            if compiled is not None:
+                self._hand_out(fate, handing, traced)
+            cast = {g.number for g in (handing if hands_out_half else ())}
+            kept = {g.number for g in seen.gradients if not fate.is_updated(g.number)} - cast
+            if kept:
+                seen, traced = self._traced(states, kept)
+        elif seen.optimizes and compiled is not None and session.hands:
+            self._hand_out(fates(traced.jaxpr), [], traced)
+        session.record(seen)
+        jaxpr = self._with_passes(seen, traced)
+        for watch in session.watchers:
+            watch(seen, jaxpr)
+        if compiled is not None:
+            compiled.trains = compiled.trains or seen.differentiates
+            compiled.unguarded = seen.unguarded
+        return traced.rebuild(jax.extend.core.jaxpr_as_fun(jaxpr)(*traced.arrays))
+
+    def _traced(self, states: Any, in_float32: Collection[int]) -> tuple[Frame, TracedCall]:
+        seen = Frame(self.name, in_float32, self.guards)
+
+        def with_states(states: Any, args: Any, kwargs: Any) -> Any:
+            seen.states = None if states is None else jax.new_ref(states)
+            with tracing(seen):
+                out = self.fun(*args, **kwargs)
+            states = None if states is None else seen.states[...]
+            seen.states, seen.finite = None, []  # Tracers must not outlive the trace.
+            return out, states
+
+        return seen, trace(with_states, (states, *self.call), {}, None)
+
+    def _hand_out(self, fate: Fates, handing: Sequence[Gradient], traced: TracedCall) -> None:
+        """Tells the compiled function which of its results are gradients, and which arguments go to an update."""
+        compiled = self.compiled
+        assert compiled is not None
+        compiled.hands_out = sum(fate.handed_out(g.number) for g in handing)
+        compiled.handing = [(g.line, g.name) for g in handing]
+        self.session.hands = self.session.hands or bool(handing)
+        out, _ = traced.rebuild([frozenset([leaves & compiled.hands_out]) for leaves in fate.outputs])
+        compiled.outputs = [min(x) if isinstance(x, frozenset) else 0 for x in jax.tree.leaves(out)]
+        places = [i for i, x in enumerate(jax.tree.leaves(self.call)) if is_array(x)]
+        first = len(traced.arrays) - len(places)  # after the states
+        compiled.receiving = [places[i - first] for i in fate.receiving if i >= first]
+
+    def _with_passes(self, seen: Frame, traced: TracedCall) -> Any:
+        """The program with its forward passes in half, if they may be."""
+        session, jaxpr = self.session, traced.jaxpr
+        sites = [site for site in running_sites(jaxpr) if site.flops]
+        trains = seen.differentiates or seen.optimizes or is_differentiated(sites)
+        arrays = [(path, x) for path, x in jax.tree_util.tree_flatten_with_path(self.call)[0] if is_array(x)]
+        parameters = session.parameters.among(arrays)
+        if parameters and (seen.differentiates or (not trains and session.options.evaluations)):
+            inputs = compat.open_jaxpr(jaxpr).jaxpr.invars[-len(arrays) :]
+            jaxpr = in_half(session, jaxpr, {inputs[i] for i in parameters})
+        seen.evaluates = not trains and jaxpr is not traced.jaxpr
+        if self.compiled is not None:
+            self.compiled.early = session.options.evaluations and not (trains or not sites or session.parameters)
+        return jaxpr
