@@ -85,7 +85,7 @@ def _is_cast(session: Session, call: CastCall, site: Gradient, differentiated: S
     if session.scales and (rule := call.nonlinear_rule):
         session.keep(NOT_LINEAR, site.line, rule)
     elif present is not None:
-        site.name += " (no matmul)" * (not call.has_matmul)
+        site.note = " (no matmul)" * (not call.has_matmul)
         site.nested, site.parameters = call.scope.lines, [Parameters.described(tree) for tree in differentiated]
         new = session.options.explain and site.line not in session.explained
         site.plan = call.explained(session) if new else ""

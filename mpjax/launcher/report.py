@@ -92,8 +92,8 @@ class Report:
         print(text, file=sys.stderr, flush=True)
 
 
-def _places(functions: dict[str, str]) -> str:
-    return ", ".join(f"{name} at {line}" for line, name in functions.items())
+def _places(functions: dict[tuple[str, str], str]) -> str:
+    return ", ".join(f"{name} at {line}" for (line, _), name in functions.items())
 
 
 def _of_unused(unused: list[str], what: str) -> str:

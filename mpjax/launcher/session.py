@@ -21,6 +21,7 @@ import mpjax
 from mpjax.launcher.fates import Arrays
 from mpjax.launcher.hooks import LaunchError, Options
 from mpjax.program import compat, contexts
+from mpjax.program import tracing as tracing_program
 from mpjax.program.source import is_library_file
 
 # One row per differentiated function of a compiled step. Further functions share the last row.
@@ -57,6 +58,7 @@ class Gradient:
         line: The line of the script that differentiates.
         nested: The lines of gradients inside the function, which may be with respect to data, with their functions.
         parameters: The trees with respect to which it is, as `Parameters` knows them.
+        note: What to say about it.
         plan: Its plan for the `--explain` file.
     """
 
@@ -65,6 +67,7 @@ class Gradient:
     line: str
     nested: dict[str, str] = dataclasses.field(default_factory=dict)
     parameters: Sequence[Any] = ()
+    note: str = ""
     plan: str = ""
 
 
@@ -216,9 +219,9 @@ class Session:
         self.hands = False  # whether a program has handed out gradients
         self.parameters = Parameters()
         # For each reason, the lines whose gradients stay in float32, with the functions.
-        self.kept: dict[str, dict[str, str]] = collections.defaultdict(dict)
+        self.kept: dict[str, dict[tuple[str, str], str]] = collections.defaultdict(dict)
         self.differentiated = False  # whether the script called a gradient function, which may have failed
-        self.sites: dict[str, str] = {}
+        self.sites: dict[tuple[str, str], str] = {}  # the gradients in half, by line and function
         self.explained: set[str] = set()  # the lines in the `--explain` file
         self.watchers: list[Callable[[Frame, Any], None]] = []  # each receives a traced program and its jaxpr
         self.steps: list[Any] = []  # the clocks of compiled functions that differentiate and have run
@@ -241,8 +244,8 @@ class Session:
         """Records that the gradients of a function stay in float32."""
         if (present := frame()) is not None:
             present.kept.append((reason, line, name))
-        elif line not in self.sites:
-            self.kept[reason].setdefault(line, name)
+        elif (line, name) not in self.sites:
+            self.kept[reason].setdefault((line, name), name)
 
     def gradient(self, fun: Any, line: str) -> Gradient | None:
         """A gradient that may run in half; None for one that stays in float32, which is recorded.
@@ -272,25 +275,19 @@ class Session:
 
     def record(self, program: Frame) -> None:
         """Records the gradients of a program that runs."""
-        for reason, line, name in program.kept:
-            self.keep(reason, line, name)
+        for kept in program.kept:
+            self.keep(*kept)
         for gradient in program.gradients:
-            for line, name in {gradient.line: gradient.name, **gradient.nested}.items():
-                self.sites.setdefault(line, name)
-                self.unkeep(line)
+            for place in ((gradient.line, gradient.name), *gradient.nested.items()):
+                self.sites.setdefault(place, place[1] + gradient.note)
+                for functions in self.kept.values():
+                    functions.pop(place, None)  # They are in half from the second call on.
             self.parameters.learn(gradient.parameters)
             path = self.options.explain
             if gradient.plan and gradient.line not in self.explained:
                 with open(path, "a" if self.explained else "w") as file:
                     file.write(f"{gradient.name}, differentiated at {gradient.line}\n\n{gradient.plan}\n\n")
                 self.explained.add(gradient.line)
-
-    def unkeep(self, line: str) -> None:
-        """Forgets that the gradients at a line stayed in float32: they are in half from the second call on."""
-        for reason in [
-            reason for reason, functions in self.kept.items() if functions.pop(line, None) and not functions
-        ]:
-            del self.kept[reason]
 
     def receive(self, grads: Iterable[Any]) -> None:
         """Notes that an update receives these arrays, some of which may be gradients that a program handed out."""
@@ -350,6 +347,8 @@ def _noting(matched: set[Any]) -> type[mpjax.Rules]:
 # Packages that differentiate on behalf of their caller (`nnx.grad`, `eqx.filter_grad`, `hk.grad`, ...).
 _CONDUITS = frozenset("jax flax equinox haiku jaxtyping beartype typeguard functools contextlib".split())
 _LAUNCHER = __name__.rpartition(".")[0]
+# The functions by which the launcher traces a program: `nnx.jit(nnx.grad(f))` differentiates inside of them.
+_TRACES = {(module.__name__, name) for module in (compat, tracing_program) for name in ("trace", "flat")}
 
 
 class Callers:
@@ -378,7 +377,8 @@ class Callers:
             if root in self.packages:
                 self.seen.add(root)
                 return frame
-            if root not in _CONDUITS and name != _LAUNCHER and not name.startswith(f"{_LAUNCHER}."):
+            traces = (name, frame.f_code.co_name) in _TRACES
+            if root not in _CONDUITS and not traces and name != _LAUNCHER and not name.startswith(f"{_LAUNCHER}."):
                 return None if root == "mpjax" or is_library_file(frame.f_code.co_filename) else frame
             frame = frame.f_back
         return None
