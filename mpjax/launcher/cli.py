@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import importlib.machinery
 import importlib.util
 import os
 import runpy
@@ -133,7 +134,8 @@ def run(target: str, arguments: Sequence[str], is_module: bool) -> None:
     sys.argv = [target, *arguments]
     path = os.path.abspath(target)  # as Python's own `__main__` has it
     main = types.ModuleType("__main__")
-    vars(main).update(__file__=path, __builtins__=builtins, __annotations__={}, __cached__=None)
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    vars(main).update(__file__=path, __builtins__=builtins, __annotations__={}, __cached__=None, __loader__=loader)
     sys.modules["__main__"] = main  # in place of the launcher's
     if is_module:
         sys.path[0] = os.getcwd()

@@ -176,8 +176,8 @@ def gradients_of(
         (values, reran), grads = finished(grads)
     grads = mark_gradient(number, grads)
     if present is not None:
-        if state is not None:
-            retrying.write_row(present, retrying.next_row(state, found, reran))
+        if not retrying.write_row(present, state, found, reran) and session.scales and not compat.is_differentiating():
+            jax.debug.callback(session.counter(present.name), retrying.counted(found, reran))
         present.sites += 1
         present.finite.append((jax.tree.leaves(grads), found.finite))
     return grads if finished is None else (values, grads)

@@ -19,7 +19,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 PROGRAM = "python -m mpjax run"
-PATCHED = ("jax", "optax", "equinox", "jax.example_libraries.optimizers")
+PATCHED = ("jax", "optax", "equinox", "jax.experimental.checkify", "jax.example_libraries.optimizers")
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
@@ -91,7 +91,7 @@ def _check_at_exit(of_jax: AfterImport, done: list[Any], always: bool) -> None:
     if of_jax not in _LATEST:  # `install` was called again
         return
     if "jax" not in sys.modules:
-        if always:
+        if always and not hasattr(sys, "last_value"):  # A script that failed may have ended before.
             print("mpjax run: nothing was cast to half: the script did not import JAX", file=sys.stderr)
     elif not done:
         print(
@@ -104,11 +104,16 @@ def _check_at_exit(of_jax: AfterImport, done: list[Any], always: bool) -> None:
 def _patch(name: str, done: list[Any], options: Options, main: bool) -> None:
     """Patches a module that was executed. `done` holds the `Patches`, from the first execution of JAX on."""
     from mpjax.launcher.patches import Patches
+    from mpjax.program.compat import hide_frames
 
     if name == "jax" and not done:
         done.append(Patches(_session_or_exit(options, main)))
+        hide_frames(_PACKAGE)
     for patches in done:
         patches.patch(name)
+        for own in PATCHED if name == "jax" else ():
+            if own.startswith("jax.") and own in sys.modules:  # JAX has imported it itself
+                patches.patch(own)
 
 
 def _session_or_exit(options: Options, main: bool) -> Any:

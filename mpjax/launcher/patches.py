@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import mpjax
 from mpjax.launcher import programs
 from mpjax.launcher.fates import mark_update
-from mpjax.launcher.session import Session, differentiating, enclosing_scale, frame, name_of
+from mpjax.launcher.session import CHECKIFIED, OF_LIBRARY, Session, differentiating, enclosing_scale, frame, name_of
 from mpjax.program import compat
 
 
@@ -83,6 +83,28 @@ class Patches:
 
         self.replace(equinox, "apply_updates", _applying(self.session, equinox.apply_updates))
 
+    def _patch_checkify(self) -> None:
+        """Leaves functions that `checkify` checks as they are: it would report an attempt that is repeated."""
+        from jax.experimental import checkify
+
+        original = checkify.checkify
+
+        @functools.wraps(original)
+        def checkified(*args: Any, **options: Any) -> Any:
+            checked = original(*args, **options)
+
+            @functools.wraps(checked)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                token = CHECKIFIED.set(True)
+                try:
+                    return checked(*args, **kwargs)
+                finally:
+                    CHECKIFIED.reset(token)
+
+            return run
+
+        self.replace(checkify, "checkify", checkified)
+
     def _patch_optimizers(self) -> None:
         """The same for `jax.example_libraries.optimizers`."""
         from jax.example_libraries import optimizers
@@ -114,7 +136,7 @@ def _differentiation(session: Session, value_and_grad: Any, original: Any, gradi
         line = session.callers.script_line()
         is_special = any(rest) or any(options.values())  # holomorphic, allow_int
         if not line or not session.active or is_special:
-            return plain
+            return plain if line else of_library(session, plain)
 
         @functools.wraps(plain)
         def gradient(*args: Any, **kwargs: Any) -> Any:
@@ -137,6 +159,18 @@ def _differentiation(session: Session, value_and_grad: Any, original: Any, gradi
         return gradient
 
     return differentiate
+
+
+def of_library(session: Session, gradient: Any) -> Any:
+    """A gradient function that a library makes, which stays as it is, and is named if it is called."""
+    library = session.callers.library()
+
+    @functools.wraps(gradient)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        session.keep(OF_LIBRARY, "", library)
+        return gradient(*args, **kwargs)
+
+    return named if library else gradient
 
 
 def in_float32() -> Any:
@@ -269,7 +303,7 @@ def _taken(session: Session, grads: Any, take: Callable[[Any], Any], skip: Calla
         finally:
             _DECIDED.reset(token)
 
-    if _DECIDED.get() or not session.active:
+    if _DECIDED.get() or not session.casts:
         return decided(grads)
     present = frame()
     if present is None:

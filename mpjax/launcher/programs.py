@@ -13,7 +13,7 @@ import jax.extend.core
 import numpy as np
 
 from mpjax.launcher.report import Clock
-from mpjax.launcher.session import BY_HAND, NOT_UPDATED, Session, enclosing_scale, frame, name_of
+from mpjax.launcher.session import CALLS, NOT_UPDATED, Session, enclosing_scale, frame, name_of
 from mpjax.program import compat
 
 _STATES = "_mpjax_loss_scales"
@@ -73,7 +73,8 @@ class Compiled:
         states = session.initial_states() if clock.counts is None else _beside(clock.counts, (args, kwargs))
         out, clock.counts = self._stateful[half](*args, **kwargs, **{_STATES: states})
         if self.trains:
-            clock.tick()
+            if clock.tick():
+                session.warn_of_skips(clock.name, np.asarray(clock.counts)[:, CALLS:].sum(0))
             if clock.calls == 1:
                 session.steps.append(clock)
         if session.hands:
@@ -102,7 +103,7 @@ class Compiled:
                 session.handed.add([x], (self, handed))
         if not half:
             for line, name in self.handing:
-                session.keep(NOT_UPDATED + BY_HAND * (not session.scales), line, name)
+                session.keep(NOT_UPDATED, line, name)
 
     def derived(self, key: Any, gradient: Callable[..., Any]) -> Compiled:
         """The compiled gradient of this function, which the script did not compile: one for each `key`."""
@@ -110,6 +111,9 @@ class Compiled:
             static = {name: value for name, value in self._options.items() if name.startswith("static_arg")}
             self._derived[key] = Compiled(self._session, self._jit, gradient, static)
         return self._derived[key]
+
+    def __reduce__(self) -> Any:
+        return compiled_again, (self._fun, self._options)  # In the process that reads it, under its policy.
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -126,7 +130,7 @@ class Compiled:
         return self._plain if self._session.casts else self._untouched
 
     # `jax.export` looks for these on the class.
-    trace = property(lambda self: self._current().trace)
+    trace = property(lambda self: self._untouched.trace)  # what an export saves
     lower = property(lambda self: self._current().lower)
     eval_shape = property(lambda self: self._current().eval_shape)
 
@@ -137,6 +141,11 @@ class Compiled:
 
     def __repr__(self) -> str:
         return repr(self._untouched)
+
+
+def compiled_again(fun: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """A compiled function that was copied or pickled."""
+    return jax.jit(fun, **options)
 
 
 def under_policy(

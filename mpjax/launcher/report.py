@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import sys
 import time
 from typing import Any
@@ -12,7 +13,7 @@ import jax.extend.core
 import numpy as np
 
 import mpjax
-from mpjax.launcher.session import CALLS, HALF, NONFINITE, RERUNS, RETRIES, SCALE, Frame, Session
+from mpjax.launcher.session import CALLS, HALF, SCALE, SKIPPED, Frame, Session
 from mpjax.program import compat
 from mpjax.program.formats import is_narrow
 from mpjax.program.graph import Site, lay_out
@@ -54,7 +55,8 @@ class Report:
             "the script differentiated nothing (jax.grad, jax.value_and_grad, jax.vjp, jax.linearize, and the "
             "forms of Flax, Haiku and Equinox). Gradients that an installed package computes are left "
             "unchanged: name the package in `packages` of a --rules file."
-            if (self.always or session.optimizers) and not session.differentiated
+            # A script that failed may have ended before it differentiated.
+            if (self.always or session.optimizers) and not session.differentiated and not hasattr(sys, "last_value")
             else ""
         )
 
@@ -81,9 +83,12 @@ class Report:
         steps = self.session.steps
         lines = [line for step in steps[-_SHOWN:] for line in _of_step(self.session, step)]
         lines += [f"  and {len(steps) - _SHOWN} compiled steps before these"] * (len(steps) > _SHOWN)
-        if not lines:
-            why = "no step finished, or it ran in a pmap, a scan outside of jit, or a jit with in_shardings"
-            lines.append(f"  cast, but not counted: {_places(self.session.sites)} ({why})")
+        jax.effects_barrier()
+        for name, counts in self.session.counts.items():
+            if counts.any():  # It may have been traced only.
+                lines += [f"  {name}: {int(counts[0])} gradients, each tried at the first loss scale"]
+                lines += _of_counts(counts)
+        lines = lines or [f"  cast, but no step finished: {_places(self.session.sites)}"]
         if self.evaluations:
             lines.append(f"  evaluated in half: {', '.join(dict.fromkeys(self.evaluations))}")
         return lines
@@ -93,7 +98,7 @@ class Report:
 
 
 def _places(functions: dict[tuple[str, str], str]) -> str:
-    return ", ".join(f"{name} at {line}" for (line, _), name in functions.items())
+    return ", ".join(f"{name} at {line}" if line else name for (line, _), name in functions.items())
 
 
 def _of_unused(unused: list[str], what: str) -> str:
@@ -103,7 +108,7 @@ def _of_unused(unused: list[str], what: str) -> str:
 class Clock:
     """What a compiled step did, and its time, from windows of calls that end when the device is done.
 
-    Calls return before the device is done, so the clock waits for the results of calls 2, 4, 8, 16, ...: a few times in
+    Calls return before the device is done, so the clock waits for the results of calls 1, 2, 4, 8, ...: a few times in
     a run. The first call traces and compiles.
 
     Args:
@@ -113,43 +118,42 @@ class Clock:
     def __init__(self, name: str) -> None:
         self.name, self.calls = name, 0
         self.counts: Any = None  # its state rows, loss scales and counters, once it has run
-        self.seconds: float | None = None  # for a call of the last window, with all that the script does in between
+        # For a call of the fastest window: others may contain the compilation of another function.
+        self.seconds: float | None = None
         self._start = 0.0
 
-    def tick(self) -> None:
-        """Counts a call."""
+    def tick(self) -> bool:
+        """Counts a call. Returns whether a window ends with it."""
         self.calls += 1
-        if self.calls < 2 or self.calls & (self.calls - 1):
-            return
+        if self.calls & (self.calls - 1):
+            return False
         jax.block_until_ready(self.counts)
         now = time.perf_counter()
         if self.calls >= 4:
-            self.seconds = (now - self._start) / (self.calls // 2)
+            self.seconds = min((now - self._start) / (self.calls // 2), self.seconds or math.inf)
         self._start = now
+        return True
 
 
 def _of_step(session: Session, step: Clock) -> list[str]:
     rows = np.asarray(step.counts)
     rows = rows[rows[:, CALLS] > 0]
-    if not len(rows):
-        return [f"  {step.name}: {step.calls} calls; its gradients, under shard_map or vmap, are not counted"]
+    if not len(rows):  # Under shard_map or vmap: the session has its counts, if a loss scale needs any.
+        return [] if session.scales else [f"  {step.name}: {step.calls} calls"]
     steps = int(rows[:, CALLS].max())
-    took = "" if step.seconds is None else f", {1e3 * step.seconds * step.calls / steps:.3g} ms a step"
+    took = "" if step.seconds is None else f", {1e3 * step.seconds * step.calls / steps:.3g} ms a step at best"
     lines = [f"  {step.name}: {steps} steps{took}"]
     if session.scales:
-        skipped = int(rows[:, NONFINITE].sum())
-        scales = " and ".join(f"{scale:g}" for scale in rows[:, SCALE])
-        lines.append(
-            f"    {skipped} skipped, {int(rows[:, RETRIES].sum())} repeated at a lower loss scale; at the end {scales}"
-        )
-        if reruns := int(rows[:, RERUNS].sum()):
-            lines.append(f"    {reruns} forward passes gave inf or NaN, and were run again in float32 for their values")
-        if skipped:
-            lines.append(
-                "    a step is skipped if its gradients are inf or NaN at any loss scale: the forward pass overflows "
-                "float16 (--policy mixed_bfloat16, --deny PATTERN), or the run diverges in float32 too"
-            )
+        lines += _of_counts(rows[:, CALLS:].sum(0), "; at the end " + " and ".join(f"{x:g}" for x in rows[:, SCALE]))
     return lines
+
+
+def _of_counts(counts: Any, scales: str = "") -> list[str]:
+    calls, retries, skipped, reruns = map(int, counts)
+    lines = [f"    {skipped} skipped, {retries} repeated at a lower loss scale{scales}"]
+    if reruns:
+        lines.append(f"    {reruns} forward passes gave inf or NaN, and were run again in float32 for their values")
+    return lines + [f"    {skipped} of {calls} gradients {SKIPPED}"] * bool(skipped)
 
 
 def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
@@ -177,6 +181,8 @@ def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
         lines.append(f"  {flops / total:.1%} not: {source}{f' ({path})' if path else ''}: {why}")
     if len(ranked) > _SHOWN:
         lines.append(f"  and {len(ranked) - _SHOWN} more lines; --explain FILE lists all")
+    if session.options.attention == "fused" and all(site.name != "fused_attention" for site in running_sites(jaxpr)):
+        lines.append("  --attention fused: no attention was fused (--explain FILE says why)")
     risks = dict.fromkeys(f"  risk: {risk.site.label} reads {risk.text}" for risk in amplified(lay_out(jaxpr)))
     lines += list(risks)[:_SHOWN]
     if session.unused:
@@ -203,5 +209,5 @@ def _why(site: Site) -> str:
     if names not in ("float32", *HALF):
         return f"{names} operands"
     if not site.module or "jvp" not in site.module:
-        return "outside the differentiated functions, or kept by a rule"
-    return "kept by a rule, a region or the script's own dtypes (--explain FILE)"
+        return "outside the differentiated functions"
+    return "float32 by a rule of autocast's, or as the script has it (--explain FILE)"

@@ -10,7 +10,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.launcher.session import CALLS, GOOD, RETRIES, SCALE, Frame
+from mpjax.launcher.session import CALLS, GOOD, SCALE, Frame
 from mpjax.loss_scale.replicas import all_finite as all_finite_on
 from mpjax.loss_scale.transformation import next_scale
 from mpjax.program import compat
@@ -67,20 +67,25 @@ def read_row(present: Frame | None) -> Any:
     return None if compat.is_differentiating() else present.states[present.row]
 
 
-def write_row(present: Frame, value: Any) -> None:
-    """Writes the state row of the next gradient, except under `vmap`: each batch element would need its own."""
-    if not jax.extend.core.unsafe_am_i_under_a_vmap_DO_NOT_USE():
-        present.states[present.row] = value
+def write_row(present: Frame, state: Any, found: LastAttempt, reran: Any) -> bool:
+    """Counts a gradient in its row, which it returns, and keeps a scale that gave finite gradients, or grows it.
 
-
-def next_row(state: Any, found: LastAttempt, reran: Any) -> Any:
-    """The state row after a gradient. It keeps a scale that gave finite gradients, and grows it after many of them."""
+    Not under `vmap`, where each batch element would need its own row, nor where `read_row` gave none.
+    """
+    if state is None or jax.extend.core.unsafe_am_i_under_a_vmap_DO_NOT_USE():
+        return False
     retried = found.retries > 0
     good = jnp.where(retried, 0.0, state[GOOD] + found.finite.astype(jnp.float32))
     grow = good >= GROWTH_INTERVAL
     scale = adapted(jnp.where(retried & found.finite, found.scale, state[SCALE]), grow, False)
-    counted = [x.astype(jnp.float32) for x in (found.retries, ~found.finite, reran)]
-    return jnp.stack([scale, jnp.where(grow, 0.0, good), state[CALLS] + 1, *(state[RETRIES:] + jnp.stack(counted))])
+    kept = jnp.stack([scale, jnp.where(grow, 0.0, good)])
+    present.states[present.row] = jnp.concatenate([kept, state[CALLS:] + counted(found, reran)])
+    return True
+
+
+def counted(found: LastAttempt, reran: Any) -> Any:
+    """What the columns of a row from `CALLS` on count, for one gradient."""
+    return jnp.stack([x.astype(jnp.float32) for x in (jnp.ones(()), found.retries, ~found.finite, reran)])
 
 
 def until_finite(evaluate: Callable[..., Attempt], args: Any, start: Any) -> LastAttempt:

@@ -35,15 +35,26 @@ HALF = ("float16", "bfloat16")
 # Why gradients stay in float32. The report names them in place of the braces.
 NOT_UPDATED = (
     "the gradients of {} do not go, whole and only, into an update that can skip a step: one of optax without a line "
-    "search, or of jax.example_libraries.optimizers"
+    "search, or of jax.example_libraries.optimizers (--policy mixed_bfloat16 --any-gradient casts them all the same)"
 )
-BY_HAND = " (--any-gradient casts them all the same)"
-OUTSIDE_JIT = "the gradients of {} ran outside of jax.jit: compile the step"
-CHECKED = "the gradients of {} ran under jax.disable_jit, debug_nans, debug_infs or checkify, which look at each value"
+OUTSIDE_JIT = "the gradients of {} ran outside of jax.jit and jax.pmap, or in a function that was traced for an export"
+CHECKED = (
+    "the gradients of {} ran under jax.disable_jit, debug_nans, debug_infs or checkify, which look at each value, or "
+    "under a jax_default_matmul_precision of float32"
+)
+OF_LIBRARY = (
+    "gradients that {} computed. If it trains by them, name it in the list `packages` of a --rules file, and if it "
+    "does not update by optax, add --policy mixed_bfloat16 --any-gradient"
+)
 DIFFERENTIATED_AGAIN = "a library differentiates the gradients of {} again"
 NOT_LINEAR = (
     "a loss scale would change {}, a derivative rule that is not linear in its cotangent, so the gradients there need "
     "--policy mixed_bfloat16"
+)
+SKIPPED = (
+    "so far were inf or NaN at any loss scale, so their updates were skipped: the forward pass leaves the range of "
+    "float16 (--policy mixed_bfloat16, --deny PATTERN), its rounding breaks a decomposition, or the run diverges in "
+    "float32 too"
 )
 _LISTS = ("MPJAX_ALLOWLIST_ADD", "MPJAX_DENYLIST_ADD", "MPJAX_INFERLIST_ADD")
 
@@ -135,6 +146,9 @@ _FRAME: contextvars.ContextVar[Frame | None] = contextvars.ContextVar("frame", d
 # The loss scale of the gradient that is being traced. Nested gradients use it and are not retried separately.
 _SCALE: contextvars.ContextVar[Scale | None] = contextvars.ContextVar("scale", default=None)
 
+# Whether `checkify` is tracing a function.
+CHECKIFIED: contextvars.ContextVar[bool] = contextvars.ContextVar("checkified", default=False)
+
 _numbers = itertools.count(1)
 
 
@@ -224,6 +238,8 @@ class Session:
         self.sites: dict[tuple[str, str], str] = {}  # the gradients in half, by line and function
         self.explained: set[str] = set()  # the lines in the `--explain` file
         self.watchers: list[Callable[[Frame, Any], None]] = []  # each receives a traced program and its jaxpr
+        self.counts: dict[str, Any] = {}  # the counts of programs whose loss scales are not kept
+        self.warned: set[str] = set()  # the programs that skip most steps
         self.steps: list[Any] = []  # the clocks of compiled functions that differentiate and have run
 
     def _read_rules(self, filled_lists: dict[str, Any]) -> None:
@@ -236,15 +252,16 @@ class Session:
 
     @property
     def casts(self) -> bool:
-        """Whether anything is cast now. Not where values are checked one by one: an attempt that overflows is none."""
+        """Whether anything is cast now: not where each value is checked, also that of an attempt which is repeated."""
         config = jax.config
-        return self.active and not (config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs)
+        checks = config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs or CHECKIFIED.get()
+        return self.active and not checks and config.jax_default_matmul_precision not in ("highest", "float32")
 
     def keep(self, reason: str, line: str, name: str) -> None:
         """Records that the gradients of a function stay in float32."""
         if (present := frame()) is not None:
             present.kept.append((reason, line, name))
-        elif (line, name) not in self.sites:
+        elif reason != NOT_UPDATED or (line, name) not in self.sites:
             self.kept[reason].setdefault((line, name), name)
 
     def gradient(self, fun: Any, line: str) -> Gradient | None:
@@ -259,13 +276,13 @@ class Session:
             if scale.value is not None:
                 scale.lines.setdefault(line, name)
             return None if scale.value is None else Gradient(-1, name, line)
-        if present is None:
+        if present is None or not self.casts:
             # Outside of jit, each call would be traced and planned again, which costs more than half can save.
             self.keep(OUTSIDE_JIT if self.casts else CHECKED, line, name)
             return None
         number, present.numbers = present.numbers, present.numbers + 1
         if number in present.in_float32:
-            self.keep(NOT_UPDATED + BY_HAND * (not self.scales), line, name)
+            self.keep(NOT_UPDATED, line, name)
         elif compat.is_differentiating():
             # An overflow of the second derivative could not be seen, and no loss scale protects it.
             self.keep(DIFFERENTIATED_AGAIN, line, name)
@@ -280,14 +297,31 @@ class Session:
         for gradient in program.gradients:
             for place in ((gradient.line, gradient.name), *gradient.nested.items()):
                 self.sites.setdefault(place, place[1] + gradient.note)
-                for functions in self.kept.values():
-                    functions.pop(place, None)  # They are in half from the second call on.
+                # Those that a program hands out are in half from the second call on.
+                self.kept.get(NOT_UPDATED, {}).pop(place, None)
             self.parameters.learn(gradient.parameters)
             path = self.options.explain
             if gradient.plan and gradient.line not in self.explained:
                 with open(path, "a" if self.explained else "w") as file:
                     file.write(f"{gradient.name}, differentiated at {gradient.line}\n\n{gradient.plan}\n\n")
                 self.explained.add(gradient.line)
+
+    def counter(self, name: str) -> Callable[[Any], None]:
+        """A function that counts gradients of a program whose loss scales are not kept, as under `pmap`."""
+        total = self.counts.setdefault(name, np.zeros(COLUMNS - CALLS))
+
+        def count(counts: Any) -> None:
+            total[:] += counts
+            self.warn_of_skips(name, total)
+
+        return count
+
+    def warn_of_skips(self, name: str, counts: Any) -> None:
+        """Says once, while the script runs, that most steps are skipped: it trains nothing."""
+        calls, skipped = int(counts[0]), int(counts[NONFINITE - CALLS])
+        if calls >= 4 and skipped > calls / 2 and name not in self.warned:
+            self.warned.add(name)
+            print(f"mpjax run: {name}: {skipped} of {calls} gradients {SKIPPED}", file=sys.stderr, flush=True)
 
     def receive(self, grads: Iterable[Any]) -> None:
         """Notes that an update receives these arrays, some of which may be gradients that a program handed out."""
@@ -366,22 +400,28 @@ class Callers:
 
     def script_line(self) -> str:
         """The calling line of the script, as `train.py:12`; empty if a library is calling."""
-        frame = self._nearest()
-        return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
+        frame, library = self._nearest()
+        return "" if frame is None or library else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
-    def _nearest(self) -> FrameType | None:
+    def library(self) -> str:
+        """The package that is calling; empty if it is the script, or mpjax."""
+        frame, library = self._nearest()
+        return library if frame is not None and library != "mpjax" else ""
+
+    def _nearest(self) -> tuple[FrameType | None, str]:
+        """The nearest frame that calls on its own behalf, and its package if it is a library's."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             name = frame.f_globals.get("__name__") or ""
             root = name.partition(".")[0]
             if root in self.packages:
                 self.seen.add(root)
-                return frame
+                return frame, ""
             traces = (name, frame.f_code.co_name) in _TRACES
             if root not in _CONDUITS and not traces and name != _LAUNCHER and not name.startswith(f"{_LAUNCHER}."):
-                return None if root == "mpjax" or is_library_file(frame.f_code.co_filename) else frame
+                return frame, root if root == "mpjax" or is_library_file(frame.f_code.co_filename) else ""
             frame = frame.f_back
-        return None
+        return None, ""
 
 
 # Recognises the training's parameters among the arguments of a program.

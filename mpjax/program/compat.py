@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
-from jax._src import config, dispatch, source_info_util
+from jax._src import config, dispatch, source_info_util, traceback_util
 from jax._src import linear_util as lu
 from jax._src.core import get_axis_env, no_effects, shaped_abstractify
 from jax._src.core import set_current_trace as set_current_trace
@@ -649,6 +649,11 @@ def part_of_custom_vjp(outer: Any) -> str:
     part = next((name.removeprefix("custom_vjp ") for name in names if name.startswith("custom_vjp ")), "")
     is_below = outer._trace not in traces and any(t in traces for t in _traces(outer._trace))
     return part or ("fwd" if is_below else "")
+
+
+def hide_frames(folder: str) -> None:
+    """Removes the frames of a folder's files where JAX removes its own: from errors that pass through its functions."""
+    traceback_util.register_exclusion(folder)
 
 
 def in_eager_shard_map() -> bool:

@@ -160,7 +160,7 @@ def test_a_script_that_updates_by_hand_is_left_alone_and_told_why(script):
     assert (done.returncode, done.stdout) == (0, "0.0\n")
     (line,) = done.stderr.splitlines()
     assert line.startswith("mpjax run: nothing was cast to half: the gradients of <lambda> at script.py:3 do not go")
-    assert line.endswith("(--any-gradient casts them all the same)")
+    assert line.endswith("(--policy mixed_bfloat16 --any-gradient casts them all the same)")
     quiet = run("--quiet", script(by_hand))  # hides reports, not that half was not used
     assert quiet.stderr.startswith("mpjax run: in float32: the gradients of <lambda> at")
     done = run("--any-gradient", script(by_hand))

@@ -137,9 +137,8 @@ def test_a_gradient_with_another_fate_is_that_of_float32_and_named(launched, pro
     step = jax.jit(functools.partial(program, optax.adam(1e-2)))
     for _ in range(2):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), step(*args), want)
-    (reason,) = session.kept
-    assert reason.startswith(NOT_UPDATED)
-    assert list(session.kept[reason].values()) in (["loss_fn"], ["<lambda>"])
+    assert list(session.kept[NOT_UPDATED].values()) in (["loss_fn"], ["<lambda>"])
+    assert list(session.kept) == [NOT_UPDATED] or program is a_line_search  # optax differentiates in it
     assert not session.sites
 
 

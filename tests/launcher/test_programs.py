@@ -1,7 +1,9 @@
 """Compiled functions and optimizer steps of a script under the launcher."""
 
+import copy
 import functools
 import gc
+import pickle
 import weakref
 
 import equinox as eqx
@@ -17,7 +19,7 @@ from jax.experimental import checkify
 
 from mpjax.launcher import programs
 from mpjax.launcher.casts import running_sites
-from mpjax.launcher.session import CALLS, NONFINITE, RERUNS
+from mpjax.launcher.session import CALLS, CHECKED, NONFINITE, RERUNS
 
 # Each test clears JAX's caches; without this, the same small programs would be compiled again.
 pytestmark = pytest.mark.usefixtures("stored_programs")
@@ -514,3 +516,141 @@ def test_matmuls_of_gradients_and_of_optimizers_stay_in_float32(launched):
         return optax.apply_updates(p, updates), s
 
     assert set(half_matmuls(step, params(), tx.init(params()), X)) == {"float32"}
+
+
+# ---- Skipped steps are counted wherever they run, and said while the script runs ----
+
+
+def overflowing_loss(p, x):
+    return jnp.mean((x @ p["w"] @ p["w"]) ** 2) / 1e3
+
+
+def in_a_jit_with_shardings(step, p, s, x):
+    place = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec())
+    return jax.jit(step, in_shardings=(place, place, place))(p, s, x)
+
+
+def compiled_ahead(step, p, s, x):
+    return jax.jit(step).lower(p, s, x).compile()(p, s, x)
+
+
+def over_devices(step, p, s, x):
+    return jax.tree.map(lambda a: a[0], jax.pmap(step)(*jax.tree.map(lambda a: jnp.asarray(a)[None], (p, s, x))))
+
+
+def in_a_compiled_shard_map(step, p, s, x):
+    spec = jax.sharding.PartitionSpec()
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec))(p, s, x)
+
+
+def under_a_vmap(step, p, s, x):
+    batched = jax.jit(jax.vmap(step, (None, None, 0)))
+    return jax.tree.map(lambda a: a[0], batched(p, s, x[None]))
+
+
+PLACES = [in_a_jit_with_shardings, compiled_ahead, over_devices, in_a_compiled_shard_map, under_a_vmap]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_skipped_steps_are_counted_wherever_they_run(launched, place, capsys):
+    session = launched()
+    tx = optax.sgd(1e-2)
+
+    def step(p, s, x):
+        updates, s = tx.update(jax.grad(overflowing_loss)(p, x), s, p)
+        return optax.apply_updates(p, updates), s
+
+    p, s = params(), tx.init(params())
+    for x in (X, LARGE, LARGE, LARGE, LARGE):
+        new, s = place(step, p, s, x)
+        assert bitwise_equal(new, p) == (x is LARGE)
+    jax.effects_barrier()
+    ((name, counts),) = session.counts.items()
+    assert name.startswith("step (test_programs.py:")
+    assert counts[[0, NONFINITE - CALLS]].tolist() == [5, 4]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"mpjax run: {name}: 3 of 4 gradients so far were inf or NaN at any loss scale")
+
+
+def test_a_compiled_step_that_skips_most_says_so_while_it_runs(launched, capsys):
+    launched()
+    tx = optax.sgd(1e-2)
+    step = jax.jit(lambda p, s, x: tx.update(jax.grad(overflowing_loss)(p, x), s, p))
+    for calls in range(1, 9):
+        step(params(), tx.init(params()), LARGE)
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == (calls == 4)
+    assert not lines
+
+
+# ---- Checkers, copies and exports ----
+
+
+def at_a_first_scale_that_overflows(p, x):
+    return jnp.mean(jnp.sum(model(p, x) ** 2, -1)) * 64
+
+
+@pytest.mark.parametrize("check", ["checkify", "jit of checkify", "debug_nans", "debug_infs"])
+def test_a_checker_sees_the_values_of_float32(launched, check):
+    session = launched()
+    tx = optax.sgd(1e-2)
+
+    @jax.jit
+    def step(p, s, x):
+        updates, s = tx.update(jax.grad(at_a_first_scale_that_overflows)(p, x), s, p)
+        return optax.apply_updates(p, updates), s
+
+    step(params(), tx.init(params()), X)  # in half
+
+    def fails(x):
+        if "checkify" not in check:
+            with jax.debug_nans(check == "debug_nans"), jax.debug_infs(check == "debug_infs"):
+                try:
+                    step(params(), tx.init(params()), x)
+                except FloatingPointError:
+                    return True
+            return False
+        checked = checkify.checkify(step, errors=checkify.float_checks)
+        error, _ = (jax.jit(checked) if check == "jit of checkify" else checked)(params(), tx.init(params()), x)
+        return error.get() is not None
+
+    assert not fails(X)
+    assert fails(np.where(np.arange(16) == 3, np.nan, X)) == (check != "debug_infs")
+    assert CHECKED in session.kept
+
+
+def test_a_script_that_asks_for_float32_matmuls_gets_them(launched):
+    session = launched(wherever=True)
+    step = jax.jit(jax.grad(loss_fn))
+    with jax.default_matmul_precision("highest"):
+        assert not half(step, params(), X)
+        want = step(params(), X)
+    assert list(session.kept) == [CHECKED]
+    assert not bitwise_equal(step(params(), X), want)
+
+
+def test_compiled_functions_are_copied_and_pickled(launched):
+    launched()
+    tx = optax.adam(1e-2)
+    step = jax.jit(functools.partial(loss_fn))
+    assert float(copy.deepcopy({"step": step, "tx": tx})["step"](params(), X)) == float(step(params(), X))
+    assert float(pickle.loads(pickle.dumps(step))(params(), X)) == float(step(params(), X))
+    assert pickle.loads(pickle.dumps(jax.jit(loss_fn, static_argnums=()))).__name__ == "loss_fn"
+
+
+def test_an_exported_function_is_float32(launched):
+    launched(wherever=True, evaluations=True)
+    train_once()
+    evaluate = jax.jit(model)
+    assert half(evaluate, params(), X)
+    assert "f16" not in export.export(evaluate)(params(), X).mlir_module()
+    ridge = jax.jit(lambda p, x: jnp.linalg.solve(model(p, x).T @ model(p, x) + jnp.eye(16), model(p, x).T @ x))
+    assert not half(ridge, params(), X)
+
+
+def test_evaluations_are_float32_unless_they_are_asked_for(launched):
+    launched(wherever=True)
+    train_once()
+    assert not half(jax.jit(model), params(), X)
+    assert not half(jax.pmap(model, in_axes=(None, 0)), params(), X[None])
