@@ -9,10 +9,11 @@ import jax
 import jax.extend.core
 
 from mpjax.launcher.casts import running_sites
-from mpjax.launcher.fates import Fates, fates
 from mpjax.launcher.outside import in_half, is_differentiated
-from mpjax.launcher.session import Frame, Gradient, Session, name_of, tracing
+from mpjax.launcher.session import Frame, Gradient, Session, tracing
 from mpjax.program import compat
+from mpjax.program.fates import Fates, fates
+from mpjax.program.source import name_of
 from mpjax.program.tracing import TracedCall, is_array, trace
 
 if TYPE_CHECKING:
@@ -34,20 +35,18 @@ class Program:
         if seen.gradients and not session.any_gradient:
             fate = fates(traced.jaxpr)
             handing = [g for g in seen.gradients if not fate.is_updated(g.number) and fate.handed_out(g.number)]
-            if compiled is not None:
-                self._hand_out(fate, handing, traced)
-            cast = {g.number for g in (handing if hands_out_half else ())}
-            kept = {g.number for g in seen.gradients if not fate.is_updated(g.number)} - cast
-            if kept:
-                seen, traced = self._traced(states, kept)
-        elif seen.optimizes and compiled is not None and session.hands:
+            self._hand_out(fate, handing, traced)
+            cast = [g for g in seen.gradients if fate.is_updated(g.number) or (hands_out_half and g in handing)]
+            if len(cast) < len(seen.gradients):
+                seen, traced = self._traced(states, {g.number for g in seen.gradients if g not in cast})
+        elif seen.optimizes and session.hands:
             self._hand_out(fates(traced.jaxpr), [], traced)
         session.record(seen)
         jaxpr = self._with_passes(seen, traced)
         for watch in session.watchers:
             watch(seen, jaxpr)
         if compiled is not None:
-            compiled.trains = compiled.trains or seen.differentiates
+            compiled.trains = compiled.trains or bool(seen.gradients)
             compiled.unguarded = seen.unguarded
         return traced.rebuild(jax.extend.core.jaxpr_as_fun(jaxpr)(*traced.arrays))
 
@@ -59,7 +58,7 @@ class Program:
             with tracing(seen):
                 out = self.fun(*args, **kwargs)
             states = None if states is None else seen.states[...]
-            seen.states, seen.finite = None, []  # Tracers must not outlive the trace.
+            seen.states = None  # Tracers must not outlive the trace.
             return out, states
 
         return seen, trace(with_states, (states, *self.call), {}, None)
@@ -67,7 +66,8 @@ class Program:
     def _hand_out(self, fate: Fates, handing: Sequence[Gradient], traced: TracedCall) -> None:
         """Tells the compiled function which of its results are gradients, and which arguments go to an update."""
         compiled = self.compiled
-        assert compiled is not None
+        if compiled is None:
+            return
         compiled.hands_out = sum(fate.handed_out(g.number) for g in handing)
         compiled.handing = [(g.line, g.name) for g in handing]
         self.session.hands = self.session.hands or bool(handing)
@@ -81,10 +81,10 @@ class Program:
         """The program with its forward passes in half, if they may be."""
         session, jaxpr = self.session, traced.jaxpr
         sites = [site for site in running_sites(jaxpr) if site.flops]
-        trains = seen.differentiates or seen.optimizes or is_differentiated(sites)
+        trains = bool(seen.gradients) or seen.optimizes or is_differentiated(sites)
         arrays = [(path, x) for path, x in jax.tree_util.tree_flatten_with_path(self.call)[0] if is_array(x)]
         parameters = session.parameters.among(arrays)
-        if parameters and (seen.differentiates or (not trains and session.options.evaluations)):
+        if parameters and (bool(seen.gradients) or (not trains and session.options.evaluations)):
             inputs = compat.open_jaxpr(jaxpr).jaxpr.invars[-len(arrays) :]
             jaxpr = in_half(session, jaxpr, {inputs[i] for i in parameters})
         seen.evaluates = not trains and jaxpr is not traced.jaxpr

@@ -6,25 +6,15 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 
 from mpjax.launcher import retrying
 from mpjax.launcher.casts import CastCall
-from mpjax.launcher.fates import mark_gradient
 from mpjax.launcher.retrying import INNER_SCALE, Attempt, LastAttempt, all_finite, is_inexact, until_finite
-from mpjax.launcher.session import (
-    NOT_LINEAR,
-    SCALE,
-    Gradient,
-    Parameters,
-    Session,
-    differentiating,
-    enclosing_scale,
-    frame,
-)
+from mpjax.launcher.session import NOT_LINEAR, SCALE, Gradient, Session, differentiating, enclosing_scale, frame
 from mpjax.loss_scale.cotangents import multiply, unscale_by
 from mpjax.program import compat
+from mpjax.program.fates import mark_gradient
 
 
 def value_and_grad(
@@ -67,13 +57,10 @@ def value_and_grad(
             # A lower scale can't make the loss finite, unless it contains a gradient.
             return Attempt((outs, grads), finite, ~finite & (call.scope.read | all_finite(loss)))
 
-        outs, grads = gradients_of(
-            session,
-            evaluate,
-            (_as_arrays(args, places), kwargs),
-            site.number,
-            lambda result: (call.finite(result[0]), result[1]),
-        )
+        def finish(result: Any) -> Any:
+            return call.finite(result[0]), result[1]
+
+        outs, grads = gradients_of(session, evaluate, (_as_arrays(args, places), kwargs), site.number, finish)
         return call.rebuild(outs), grads
 
     return both
@@ -86,7 +73,7 @@ def _is_cast(session: Session, call: CastCall, site: Gradient, differentiated: S
         session.keep(NOT_LINEAR, site.line, rule)
     elif present is not None:
         site.note = " (no matmul)" * (not call.has_matmul)
-        site.nested, site.parameters = call.scope.lines, [Parameters.described(tree) for tree in differentiated]
+        site.nested, site.parameters = call.scope.lines, set().union(*map(session.parameters.described, differentiated))
         new = session.options.explain and site.line not in session.explained
         site.plan = call.explained(session) if new else ""
         present.gradients.append(site)
@@ -109,12 +96,7 @@ def _as_arrays(args: Sequence[Any], places: Collection[int]) -> tuple[Any, ...]:
 
 
 def vjp(
-    session: Session,
-    original: Callable[..., Any],
-    fun: Callable[..., Any],
-    primals: Any,
-    options: dict[str, Any],
-    site: Gradient,
+    session: Session, original: Callable[..., Any], fun: Callable[..., Any], primals: Any, options: Any, site: Gradient
 ) -> Any:
     """`jax.vjp` or `jax.linearize` with a linear map that scales vectors, at lower scales until it is finite."""
     if enclosing_scale() is not None:
@@ -144,11 +126,7 @@ def vjp(
 
 
 def gradients_of(
-    session: Session,
-    evaluate: Callable[..., Attempt],
-    args: Any,
-    number: int,
-    finished: Callable[[Any], Any] | None = None,
+    session: Session, evaluate: Callable[..., Attempt], args: Any, number: int, finished: Any = None
 ) -> Any:
     """The result of the first evaluation with finite gradients, or of the last if no scale makes them finite.
 
@@ -179,7 +157,6 @@ def gradients_of(
         if not retrying.write_row(present, state, found, reran) and session.scales and not compat.is_differentiating():
             jax.debug.callback(session.counter(present.name), retrying.counted(found, reran))
         present.sites += 1
-        present.finite.append((jax.tree.leaves(grads), found.finite))
     return grads if finished is None else (values, grads)
 
 

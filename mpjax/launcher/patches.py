@@ -13,9 +13,10 @@ import jax.numpy as jnp
 
 import mpjax
 from mpjax.launcher import programs
-from mpjax.launcher.fates import mark_update
-from mpjax.launcher.session import CHECKIFIED, OF_LIBRARY, Session, differentiating, enclosing_scale, frame, name_of
+from mpjax.launcher.session import CHECKIFIED, OF_LIBRARY, Session, differentiating, enclosing_scale, frame, given
 from mpjax.program import compat
+from mpjax.program.fates import mark_update
+from mpjax.program.source import name_of
 
 
 class Patches:
@@ -88,22 +89,7 @@ class Patches:
         from jax.experimental import checkify
 
         original = checkify.checkify
-
-        @functools.wraps(original)
-        def checkified(*args: Any, **options: Any) -> Any:
-            checked = original(*args, **options)
-
-            @functools.wraps(checked)
-            def run(*args: Any, **kwargs: Any) -> Any:
-                token = CHECKIFIED.set(True)
-                try:
-                    return checked(*args, **kwargs)
-                finally:
-                    CHECKIFIED.reset(token)
-
-            return run
-
-        self.replace(checkify, "checkify", checkified)
+        self.replace(checkify, "checkify", lambda *args, **options: given(CHECKIFIED, True)(original(*args, **options)))
 
     def _patch_optimizers(self) -> None:
         """The same for `jax.example_libraries.optimizers`."""
@@ -149,9 +135,8 @@ def _differentiation(session: Session, value_and_grad: Any, original: Any, gradi
                     return plain(*args, **kwargs)
             from mpjax.launcher import gradients
 
-            value, grads = gradients.value_and_grad(session, value_and_grad, fun, has_aux, argnums, site)(
-                *args, **kwargs
-            )
+            half = gradients.value_and_grad(session, value_and_grad, fun, has_aux, argnums, site)
+            value, grads = half(*args, **kwargs)
             if not gradient_only:
                 return value, grads
             return (grads, value[1]) if has_aux else grads
@@ -295,13 +280,9 @@ def _taken(session: Session, grads: Any, take: Callable[[Any], Any], skip: Calla
     """The result of `take` for gradients, or if they are not finite, of `skip` for the shapes of the former."""
 
     def decided(grads: Any) -> Any:
-        token = _DECIDED.set(True)
-        try:
-            # An optimizer's matmuls (Shampoo, Muon) are not the model's.
-            with mpjax.autocast_disabled():
-                return take(grads)
-        finally:
-            _DECIDED.reset(token)
+        # An optimizer's matmuls (Shampoo, Muon) are not the model's.
+        with given(_DECIDED, True), mpjax.autocast_disabled():
+            return take(grads)
 
     if _DECIDED.get() or not session.casts:
         return decided(grads)
@@ -323,19 +304,8 @@ def _taken(session: Session, grads: Any, take: Callable[[Any], Any], skip: Calla
     if _types(shapes) != _types(other):
         # A state whose structure or types change in a step can't pass through `cond`: not an update that can skip.
         return decided(grads)
-    known, grads = _known(grads), mark_update(grads)
-    finite = all_finite(grads) if known is None else known
-    return jax.lax.cond(finite, lambda: strong(decided(grads)), lambda: strong(other))
-
-
-def _known(grads: Any) -> Any:
-    """Whether gradients are finite, if a differentiated function returned exactly these; None for all others."""
-    present = frame()
-    leaves = jax.tree.leaves(grads)
-    for handed_out, finite in reversed(present.finite if present else []):
-        if len(leaves) == len(handed_out) and all(a is b for a, b in zip(leaves, handed_out, strict=True)):
-            return finite
-    return None
+    grads = mark_update(grads)
+    return jax.lax.cond(all_finite(grads), lambda: strong(decided(grads)), lambda: strong(other))
 
 
 def _types(tree: Any) -> Any:

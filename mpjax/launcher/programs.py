@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core
 import numpy as np
 
 from mpjax.launcher.report import Clock
-from mpjax.launcher.session import CALLS, NOT_UPDATED, Session, enclosing_scale, frame, name_of
+from mpjax.launcher.session import CALLS, NOT_UPDATED, Session, enclosing_scale, frame
 from mpjax.program import compat
+from mpjax.program.source import name_of
 
 _STATES = "_mpjax_loss_scales"
 

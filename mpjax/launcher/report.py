@@ -40,7 +40,7 @@ class Report:
         """Records a program, and describes it if it trains."""
         if program.evaluates:
             self.evaluations.append(program.name)
-        if program.differentiates and program.name not in self._described and not self.session.options.quiet:
+        if program.gradients and program.name not in self._described and not self.session.options.quiet:
             self._described.add(program.name)
             self._print(first_block(self.session, program, jaxpr))
 
@@ -193,7 +193,7 @@ def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
 
 def dry_run(program: Frame, jaxpr: Any) -> None:
     """Prints the audit of the first program that trains, then ends the process before that program runs."""
-    if program.differentiates:
+    if program.gradients:
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in compat.open_jaxpr(jaxpr).jaxpr.invars]
         print(mpjax.audit(jax.extend.core.jaxpr_as_fun(jaxpr), *shapes), flush=True)
         raise SystemExit(0)

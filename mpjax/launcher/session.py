@@ -6,23 +6,20 @@ import collections
 import contextlib
 import contextvars
 import dataclasses
-import inspect
 import itertools
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import jax
 import numpy as np
 
 import mpjax
-from mpjax.launcher.fates import Arrays
 from mpjax.launcher.hooks import LaunchError, Options
 from mpjax.program import compat, contexts
-from mpjax.program import tracing as tracing_program
-from mpjax.program.source import is_library_file
+from mpjax.program.fates import Arrays
+from mpjax.program.source import Callers, function_name
 
 # One row per differentiated function of a compiled step. Further functions share the last row.
 ROWS = 8
@@ -68,7 +65,7 @@ class Gradient:
         name: The name of the differentiated function.
         line: The line of the script that differentiates.
         nested: The lines of gradients inside the function, which may be with respect to data, with their functions.
-        parameters: The trees with respect to which it is, as `Parameters` knows them.
+        parameters: What it is with respect to, as `Parameters` describes it.
         note: What to say about it.
         plan: Its plan for the `--explain` file.
     """
@@ -77,7 +74,7 @@ class Gradient:
     name: str
     line: str
     nested: dict[str, str] = dataclasses.field(default_factory=dict)
-    parameters: Sequence[Any] = ()
+    parameters: Collection[Any] = ()
     note: str = ""
     plan: str = ""
 
@@ -98,7 +95,6 @@ class Frame:
         gradients: Those in half.
         kept: The reasons for those that are not, each with lines and functions.
         sites: Number of differentiated functions.
-        finite: Returned gradients, as `(leaves, whether all are finite)`.
     """
 
     name: str
@@ -112,17 +108,11 @@ class Frame:
     gradients: list[Gradient] = dataclasses.field(default_factory=list)
     kept: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
     sites: int = 0
-    finite: list[tuple[list[Any], Any]] = dataclasses.field(default_factory=list)
 
     @property
     def row(self) -> int:
         """The row of the next differentiated function in the states."""
         return min(self.sites, ROWS - 1)
-
-    @property
-    def differentiates(self) -> bool:
-        """Whether the script differentiates in it in half."""
-        return bool(self.gradients)
 
 
 @dataclasses.dataclass
@@ -163,26 +153,30 @@ def enclosing_scale() -> Scale | None:
 
 
 @contextlib.contextmanager
-def tracing(new: Frame) -> Iterator[Frame]:
-    """Makes `new` the program that is being traced."""
-    token = _FRAME.set(new)
+def given(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    """Gives a context variable a value."""
+    token = variable.set(value)
     try:
-        with contexts.launcher_trace(next(_numbers)):
-            yield new
+        yield
     finally:
-        _FRAME.reset(token)
+        variable.reset(token)
+
+
+@contextlib.contextmanager
+def tracing(new: Frame) -> Iterator[None]:
+    """Makes `new` the program that is being traced."""
+    with given(_FRAME, new), contexts.launcher_trace(next(_numbers)):
+        yield
 
 
 @contextlib.contextmanager
 def differentiating(value: Any) -> Iterator[Scale]:
     """Marks the trace of a differentiated function."""
     scale = Scale(value)
-    token = _SCALE.set(scale)
     try:
-        with contexts.launcher_trace(next(_numbers)):
+        with given(_SCALE, scale), contexts.launcher_trace(next(_numbers)):
             yield scale
     finally:
-        _SCALE.reset(token)
         scale.value = None  # A tracer must not outlive its trace.
 
 
@@ -198,7 +192,7 @@ class Session:
 
     def __init__(self, options: Options):
         self.options = options
-        self.callers = Callers(options.packages)
+        self.callers = Callers(options.packages, __package__)
         try:
             self.policy = mpjax.get_policy(options.policy)
             overrides = tuple((pattern, mpjax.get_policy(other)) for pattern, other in options.overrides)
@@ -350,18 +344,6 @@ class Session:
         return jax.device_put(rows)
 
 
-def name_of(fun: Any) -> str:
-    """The name of a function with its line in the script, as `step (train.py:12)`: several may have one name."""
-    name, code = getattr(fun, "__name__", type(fun).__name__), getattr(inspect.unwrap(fun), "__code__", None)
-    if code is None or is_library_file(code.co_filename):
-        return name
-    return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
-
-
-def function_name(fun: Any) -> str:
-    return getattr(fun, "__name__", type(fun).__name__)
-
-
 def _noting(matched: set[Any]) -> type[mpjax.Rules]:
     """Makes a `Rules` class that records which of its entries decided an operation."""
 
@@ -375,121 +357,39 @@ def _noting(matched: set[Any]) -> type[mpjax.Rules]:
     return NotingRules
 
 
-# Tells whether the script or a library is calling.
-
-
-# Packages that differentiate on behalf of their caller (`nnx.grad`, `eqx.filter_grad`, `hk.grad`, ...).
-_CONDUITS = frozenset("jax flax equinox haiku jaxtyping beartype typeguard functools contextlib".split())
-_LAUNCHER = __name__.rpartition(".")[0]
-# The functions by which the launcher traces a program: `nnx.jit(nnx.grad(f))` differentiates inside of them.
-_TRACES = {(module.__name__, name) for module in (compat, tracing_program) for name in ("trace", "flat")}
-
-
-class Callers:
-    """Distinguishes the script's code from library code.
-
-    Code in the standard library or in `site-packages` is library code. All other code belongs to the script.
-
-    Args:
-        packages: Top-level packages that count as the script's code wherever they are installed.
-    """
-
-    def __init__(self, packages: Iterable[str] = ()):
-        self.packages = frozenset(packages)
-        self.seen: set[str] = set()  # the packages that have called
-
-    def script_line(self) -> str:
-        """The calling line of the script, as `train.py:12`; empty if a library is calling."""
-        frame, library = self._nearest()
-        return "" if frame is None or library else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-    def library(self) -> str:
-        """The package that is calling; empty if it is the script, or mpjax."""
-        frame, library = self._nearest()
-        return library if frame is not None and library != "mpjax" else ""
-
-    def _nearest(self) -> tuple[FrameType | None, str]:
-        """The nearest frame that calls on its own behalf, and its package if it is a library's."""
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            name = frame.f_globals.get("__name__") or ""
-            root = name.partition(".")[0]
-            if root in self.packages:
-                self.seen.add(root)
-                return frame, ""
-            traces = (name, frame.f_code.co_name) in _TRACES
-            if root not in _CONDUITS and not traces and name != _LAUNCHER and not name.startswith(f"{_LAUNCHER}."):
-                return frame, root if root == "mpjax" or is_library_file(frame.f_code.co_filename) else ""
-            frame = frame.f_back
-        return None, ""
-
-
 # Recognises the training's parameters among the arguments of a program.
 
 
-Type = tuple[tuple[int, ...], Any]
-
-
 class Parameters:
-    """The trees that the script has differentiated with respect to.
+    """The parameters that the script trains: names in their tree, shapes and dtypes.
 
-    A program is given parameters if its arguments hold a tree with the names, shapes and dtypes of a differentiated
-    one: the parameters themselves, an average of them, a target network. NNX and Equinox pass their modules as flat
-    lists, so their parameters are recognised by the order of shapes and dtypes.
+    An argument with the same is a parameter itself, an average of them, or one of a target network. NNX and Equinox
+    pass their modules as flat lists, so their parameters are recognised by shape and dtype alone.
     """
 
     def __init__(self) -> None:
-        self._trees: dict[tuple[tuple[tuple[str, ...], Type], ...], bool] = {}
+        self._known: set[Any] = set()
 
     def __bool__(self) -> bool:
-        return bool(self._trees)
+        return bool(self._known)
 
-    def learn(self, trees: Iterable[Any]) -> None:
-        """Records trees that the script trains, as `described`."""
-        self._trees.update(tree for tree in trees if tree[0] and tree[0][0][0])
+    def learn(self, described: Iterable[Any]) -> None:
+        """Records parameters that the script trains, as `described`."""
+        self._known.update(described)
 
     @staticmethod
-    def described(tree: Any) -> tuple[tuple[tuple[tuple[str, ...], Type], ...], bool]:
+    def described(tree: Any) -> set[Any]:
         """A tree without its arrays. A single array has no name to be known by."""
         leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-        named = tuple((_names(path), _type(x)) for path, x in leaves if hasattr(x, "dtype"))
-        return named, any(isinstance(key, jax.tree_util.GetAttrKey) for path, _ in leaves for key in path)
+        of_modules = any(isinstance(key, jax.tree_util.GetAttrKey) for path, _ in leaves for key in path)
+        arrays = [(path, x) for path, x in leaves if path and hasattr(x, "dtype")]
+        return {_described(() if of_modules else path, x) for path, x in arrays}
 
     def among(self, leaves: Sequence[tuple[Any, Any]]) -> set[int]:
         """The indices of parameters among the arrays of a program's arguments, given with their tree paths."""
-        types = [_type(x) for _, x in leaves]
-        places = {(_names(path), kind): i for i, ((path, _), kind) in enumerate(zip(leaves, types, strict=True))}
-        found: set[int] = set()
-        for tree, of_modules in self._trees.items():
-            found |= _by_name(tree, places)
-            if of_modules:
-                found |= _in_order([kind for _, kind in tree], types)
-        return found
+        pairs = enumerate(leaves)
+        return {i for i, (path, x) in pairs if not self._known.isdisjoint((_described(path, x), _described((), x)))}
 
 
-def _by_name(tree: Sequence[tuple[tuple[str, ...], Type]], places: dict[tuple[tuple[str, ...], Type], int]) -> set[int]:
-    (first, kind), found = tree[0], set[int]()
-    for names, candidate in places:
-        prefix = names[: len(names) - len(first)]
-        # Within one argument: two arrays (A, b) that happen to have the shapes of a tuple (w, b) are not parameters.
-        if candidate != kind or names[len(prefix) :] != first or len(prefix) < 2:
-            continue
-        here = [places.get(((*prefix, *path), kind)) for path, kind in tree]
-        found |= set() if None in here else {i for i in here if i is not None}
-    return found
-
-
-def _in_order(wanted: Sequence[Type], types: Sequence[Type]) -> set[int]:
-    if len(wanted) < 2:  # any matrix of that shape would match
-        return set()
-    rest = iter(enumerate(types))
-    found = [next((i for i, kind in rest if kind == one), None) for one in wanted]
-    return set() if None in found else {i for i in found if i is not None}
-
-
-def _names(path: Sequence[Any]) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-
-
-def _type(x: Any) -> Type:
-    return tuple(np.shape(x)), x.dtype
+def _described(path: Sequence[Any], x: Any) -> Any:
+    return jax.tree_util.keystr(tuple(path[-1:]), simple=True), tuple(np.shape(x)), x.dtype

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import re
 import sys
 import sysconfig
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -143,3 +144,61 @@ def traceback_line(error: BaseException) -> str:
 def reason(error: BaseException) -> str:
     """The class of an error and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+def name_of(fun: Any) -> str:
+    """The name of a function with its line in the script, as `step (train.py:12)`: several may have one name."""
+    name, code = getattr(fun, "__name__", type(fun).__name__), getattr(inspect.unwrap(fun), "__code__", None)
+    if code is None or is_library_file(code.co_filename):
+        return name
+    return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+
+
+def function_name(fun: Any) -> str:
+    return getattr(fun, "__name__", type(fun).__name__)
+
+
+# Packages that differentiate on behalf of their caller (`nnx.grad`, `eqx.filter_grad`, `hk.grad`, ...).
+_CONDUITS = frozenset("jax flax equinox haiku jaxtyping beartype typeguard functools contextlib".split())
+# The functions by which a program is traced: `nnx.jit(nnx.grad(f))` differentiates inside of them.
+_TRACES = {(f"{__package__}.{module}", name) for module in ("compat", "tracing") for name in ("trace", "flat")}
+
+
+class Callers:
+    """Distinguishes the script's code from library code.
+
+    Code in the standard library or in `site-packages` is library code. All other code belongs to the script.
+
+    Args:
+        packages: Top-level packages that count as the script's code wherever they are installed.
+        ours: The package that asks: its frames belong to its caller.
+    """
+
+    def __init__(self, packages: Iterable[str], ours: str):
+        self.packages, self._ours = frozenset(packages), ours
+        self.seen: set[str] = set()  # the packages that have called
+
+    def script_line(self) -> str:
+        """The calling line of the script, as `train.py:12`; empty if a library is calling."""
+        frame, library = self._nearest()
+        return "" if frame is None or library else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+    def library(self) -> str:
+        """The package that is calling; empty if it is the script, or mpjax."""
+        frame, library = self._nearest()
+        return library if frame is not None and library != "mpjax" else ""
+
+    def _nearest(self) -> tuple[types.FrameType | None, str]:
+        """The nearest frame that calls on its own behalf, and its package if it is a library's."""
+        frame: types.FrameType | None = sys._getframe(2)
+        while frame is not None:
+            name = frame.f_globals.get("__name__") or ""
+            root = name.partition(".")[0]
+            if root in self.packages:
+                self.seen.add(root)
+                return frame, ""
+            traces = (name, frame.f_code.co_name) in _TRACES
+            if root not in _CONDUITS and not traces and not f"{name}.".startswith(f"{self._ours}."):
+                return frame, root if root == "mpjax" or is_library_file(frame.f_code.co_filename) else ""
+            frame = frame.f_back
+        return None, ""

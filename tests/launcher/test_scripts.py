@@ -25,7 +25,7 @@ class Watcher:
         session.watchers.append(self.traced)
 
     def traced(self, program, jaxpr):
-        if program.differentiates:
+        if program.gradients:
             for site in running_sites(jaxpr):
                 self.all += site.flops
                 self.half += site.flops * all(v.aval.dtype.itemsize == 2 for v in site.eqn.invars[:2])

@@ -1,7 +1,7 @@
-"""Where the gradients of a program go: into an optimizer's update, out of the program, or into values of the script's.
+"""Where the gradients of a program go: into an update, out of the program, or into values that it keeps.
 
-A gradient in half may be inf or NaN, and is rounded. An update of a known optimizer can skip it; nothing else can. The
-launcher marks the leaves of gradients and what updates receive, and follows the one to the other through the program.
+A gradient in half may be inf or NaN, and is rounded. An update of a known optimizer can skip it; nothing else can.
+Marks on the leaves of gradients, and on what updates receive, show how the ones reach the others.
 """
 
 from __future__ import annotations
