@@ -17,6 +17,7 @@ from mpjax.launcher.session import CALLS, HALF, SCALE, SKIPPED, Frame, Session
 from mpjax.program import compat
 from mpjax.program.formats import is_narrow
 from mpjax.program.graph import Site, lay_out
+from mpjax.program.primitives import primitive
 
 _SHOWN = 5
 
@@ -181,7 +182,7 @@ def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
         lines.append(f"  {flops / total:.1%} not: {source}{f' ({path})' if path else ''}: {why}")
     if len(ranked) > _SHOWN:
         lines.append(f"  and {len(ranked) - _SHOWN} more lines; --explain FILE lists all")
-    if session.options.attention == "fused" and all(site.name != "fused_attention" for site in running_sites(jaxpr)):
+    if session.options.attention == "fused" and not any(primitive(s.name).attends for s in running_sites(jaxpr)):
         lines.append("  --attention fused: no attention was fused (--explain FILE says why)")
     risks = dict.fromkeys(f"  risk: {risk.site.label} reads {risk.text}" for risk in amplified(lay_out(jaxpr)))
     lines += list(risks)[:_SHOWN]
