@@ -12,6 +12,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from mpjax.program import compat
+from mpjax.program.evaluator import evaluate
 
 
 def bind(primitive: Any, arrays: Sequence[Any], params: dict[str, Any], outs: Sequence[Any] | None) -> Any:
@@ -26,6 +27,24 @@ def bind(primitive: Any, arrays: Sequence[Any], params: dict[str, Any], outs: Se
     if outs is None or not known or compat.is_high(primitive, arrays, params):
         return primitive.bind(*arrays, **params)
     return compat.add_equation(primitive, arrays, params, outs)
+
+
+def evaluate_again(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
+    """The results of an open jaxpr in another trace, where equations with operands of the same types keep their own.
+
+    Args:
+        jaxpr: The open jaxpr.
+        arrays: Its constants and inputs.
+    """
+
+    def again(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        known = not eqn.effects and all(jax.typeof(x) == v.aval for x, v in zip(operands, eqn.invars, strict=True))
+        params, types = compat.bind_params(eqn.primitive, eqn.params), [v.aval for v in eqn.outvars]
+        with compat.EquationContext(eqn):
+            outs = bind(eqn.primitive, operands, params, types if known else None)
+        return outs if eqn.primitive.multiple_results else [outs]
+
+    return evaluate(jaxpr, dict(zip((*jaxpr.constvars, *jaxpr.invars), arrays, strict=True)), again)
 
 
 def cast(x: Any, dtype: Any) -> Any:

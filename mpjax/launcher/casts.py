@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 import mpjax
 from mpjax.casting.autocast import plan_program, run_program
+from mpjax.kernels import staging
 from mpjax.launcher.retrying import all_finite, behind, is_inexact, strong
 from mpjax.launcher.session import Scale, Session, differentiating
 from mpjax.program import compat
@@ -72,7 +73,8 @@ class CastCall:
         return run_program(dataclasses.replace(self._program, arrays=arrays, rebuild=list), self._plan)
 
     def _run(self, arrays: Sequence[Any]) -> list[Any]:
-        return jax.extend.core.jaxpr_as_fun(self._program.jaxpr)(*arrays)
+        opened = compat.open_jaxpr(self._program.jaxpr)
+        return staging.evaluate_again(opened.jaxpr, (*opened.consts, *arrays))
 
     def finite(self, outs: Sequence[Any]) -> tuple[list[Any], Any]:
         """Results of `in_half` for the call's own arguments if all are finite, otherwise those in float32.

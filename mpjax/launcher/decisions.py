@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
-import jax.extend.core
 
+from mpjax.kernels import staging
 from mpjax.launcher.casts import running_sites
 from mpjax.launcher.outside import in_half, is_differentiated
 from mpjax.launcher.session import Frame, Gradient, Session, tracing
@@ -16,16 +16,18 @@ from mpjax.program.fates import Fates, fates
 from mpjax.program.source import name_of
 from mpjax.program.tracing import TracedCall, is_array, trace
 
-if TYPE_CHECKING:
-    from mpjax.launcher.programs import Compiled
-
 
 class Program:
-    """A call of a compiled function that is being traced: its gradients, their fates, and its forward passes."""
+    """A call of a compiled function that is being traced: its gradients, their fates, and its forward passes.
 
-    def __init__(self, session: Session, fun: Callable[..., Any], args: Any, kwargs: Any, compiled: Compiled | None):
+    Args:
+        session: The session of this process.
+        fun, args, kwargs: The call.
+        compiled: The `Compiled` of the function, which is told what it hands out and receives; None in a `pmap`.
+    """
+
+    def __init__(self, session: Session, fun: Callable[..., Any], args: Any, kwargs: Any, compiled: Any):
         self.session, self.fun, self.call, self.compiled = session, fun, (args, kwargs), compiled
-        self.name = name_of(fun)
         self.guards = bool(session.sites) or (compiled is not None and compiled.receives)
 
     def run(self, states: Any, hands_out_half: bool) -> Any:
@@ -48,10 +50,11 @@ class Program:
         if compiled is not None:
             compiled.trains = compiled.trains or bool(seen.gradients)
             compiled.unguarded = seen.unguarded
-        return traced.rebuild(jax.extend.core.jaxpr_as_fun(jaxpr)(*traced.arrays))
+        opened = compat.open_jaxpr(jaxpr)
+        return traced.rebuild(staging.evaluate_again(opened.jaxpr, (*opened.consts, *traced.arrays)))
 
     def _traced(self, states: Any, in_float32: Collection[int]) -> tuple[Frame, TracedCall]:
-        seen = Frame(self.name, in_float32, self.guards)
+        seen = Frame(name_of(self.fun), in_float32, self.guards)
 
         def with_states(states: Any, args: Any, kwargs: Any) -> Any:
             seen.states = None if states is None else jax.new_ref(states)
@@ -69,7 +72,6 @@ class Program:
         if compiled is None:
             return
         compiled.hands_out = sum(fate.handed_out(g.number) for g in handing)
-        compiled.handing = [(g.line, g.name) for g in handing]
         self.session.hands = self.session.hands or bool(handing)
         out, _ = traced.rebuild([frozenset([leaves & compiled.hands_out]) for leaves in fate.outputs])
         compiled.outputs = [min(x) if isinstance(x, frozenset) else 0 for x in jax.tree.leaves(out)]

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from mpjax.launcher.report import Clock
-from mpjax.launcher.session import CALLS, NOT_UPDATED, Session, enclosing_scale, frame
+from mpjax.launcher.session import CALLS, Session, enclosing_scale, frame
 from mpjax.program import compat
 from mpjax.program.source import name_of
 
@@ -32,10 +32,10 @@ class Compiled:
         self._untouched = jit(fun, **options)
         self.clock = Clock(name_of(fun))  # The session keeps it, and not the data that the function closes over.
         self.trains = self.receives = False
-        # Of the gradients that it hands out: their leaves, those that an update has received since the last call, those
-        # in each result, and the lines and names. The arguments that go to an update.
+        # Of the gradients that it hands out: their leaves, those that an update has received since the last call, and
+        # those in each result. The arguments that go to an update.
         self.hands_out = self.received = 0
-        self.outputs, self.handing, self.receiving = list[int](), list[tuple[str, str]](), list[int]()
+        self.outputs, self.receiving = list[int](), list[int]()
         self._derived: dict[Any, Compiled] = {}
         self._make()
 
@@ -72,7 +72,7 @@ class Compiled:
         half = self._hands_out_half(leaves)
         states = session.initial_states() if clock.counts is None else _beside(clock.counts, (args, kwargs))
         out, clock.counts = self._stateful[half](*args, **kwargs, **{_STATES: states})
-        if self.trains:
+        if self.trains and (half or not self.hands_out):
             if clock.tick():
                 session.warn_of_skips(clock.name, np.asarray(clock.counts)[:, CALLS:].sum(0))
             if clock.calls == 1:
@@ -101,9 +101,7 @@ class Compiled:
         for x, handed in zip(outs, self.outputs, strict=False):
             if handed:
                 session.handed.add([x], (self, handed))
-        if not half:
-            for line, name in self.handing:
-                session.keep(NOT_UPDATED, line, name)
+        self.clock.in_float32 += bool(self.hands_out) and not half
 
     def derived(self, key: Any, gradient: Callable[..., Any]) -> Compiled:
         """The compiled gradient of this function, which the script did not compile: one for each `key`."""

@@ -53,9 +53,7 @@ class Report:
         if session.unused and session.sites:  # A typo is an error, --quiet or not.
             self._print(_of_unused(session.unused, "mpjax run: matched nothing"))
         self.summary(
-            "the script differentiated nothing (jax.grad, jax.value_and_grad, jax.vjp, jax.linearize, and the "
-            "forms of Flax, Haiku and Equinox). Gradients that an installed package computes are left "
-            "unchanged: name the package in `packages` of a --rules file."
+            "the script differentiated nothing by jax.grad, value_and_grad, vjp, linearize or their like in a framework"
             # A script that failed may have ended before it differentiated.
             if (self.always or session.optimizers) and not session.differentiated and not hasattr(sys, "last_value")
             else ""
@@ -117,7 +115,7 @@ class Clock:
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self.calls = name, 0
+        self.name, self.calls, self.in_float32 = name, 0, 0
         self.counts: Any = None  # its state rows, loss scales and counters, once it has run
         # For a call of the fastest window: others may contain the compilation of another function.
         self.seconds: float | None = None
@@ -144,6 +142,10 @@ def _of_step(session: Session, step: Clock) -> list[str]:
     steps = int(rows[:, CALLS].max())
     took = "" if step.seconds is None else f", {1e3 * step.seconds * step.calls / steps:.3g} ms a step at best"
     lines = [f"  {step.name}: {steps} steps{took}"]
+    if step.in_float32:
+        lines.append(
+            f"    and {step.in_float32} in float32: the first, and where gradients or parameters met no update"
+        )
     if session.scales:
         lines += _of_counts(rows[:, CALLS:].sum(0), "; at the end " + " and ".join(f"{x:g}" for x in rows[:, SCALE]))
     return lines
@@ -188,7 +190,8 @@ def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
     lines += list(risks)[:_SHOWN]
     if session.unused:
         lines.append("  " + _of_unused(session.unused, "matched nothing so far"))
-    lines.append("  differentiates: " + _places(session.sites))
+    places = {place: name for gradient in program.gradients for place, name in gradient.places.items()}
+    lines.append("  differentiates: " + _places(places))
     return "\n".join(lines)
 
 

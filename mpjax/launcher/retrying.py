@@ -10,6 +10,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax.kernels import staging
 from mpjax.launcher.session import CALLS, GOOD, SCALE, Frame
 from mpjax.loss_scale.replicas import all_finite as all_finite_on
 from mpjax.loss_scale.transformation import next_scale
@@ -111,7 +112,8 @@ def until_finite(evaluate: Callable[..., Attempt], args: Any, start: Any) -> Las
         arrays = list(map(jnp.copy, arrays))  # JAX's `custom_jvp` accepts no batch of NumPy
 
     def attempt(scale: Any, arrays: Sequence[Any]) -> list[Any]:
-        *outs, finite, may_retry = jax.core.eval_jaxpr(jaxpr, arrays[: len(consts)], scale, *arrays[len(consts) :])
+        given = (*arrays[: len(consts)], scale, *arrays[len(consts) :])
+        *outs, finite, may_retry = staging.evaluate_again(jaxpr, given)
         return [finite, may_retry, *outs]
 
     *shapes, _, _ = [v.aval for v in jaxpr.outvars]

@@ -35,10 +35,7 @@ NOT_UPDATED = (
     "search, or of jax.example_libraries.optimizers (--policy mixed_bfloat16 --any-gradient casts them all the same)"
 )
 OUTSIDE_JIT = "the gradients of {} ran outside of jax.jit and jax.pmap, or in a function that was traced for an export"
-CHECKED = (
-    "the gradients of {} ran under jax.disable_jit, debug_nans, debug_infs or checkify, which look at each value, or "
-    "under a jax_default_matmul_precision of float32"
-)
+CHECKED = "the gradients of {} ran under disable_jit, debug_nans, debug_infs, checkify or a matmul precision of float32"
 OF_LIBRARY = (
     "gradients that {} computed. If it trains by them, name it in the list `packages` of a --rules file, and if it "
     "does not update by optax, add --policy mixed_bfloat16 --any-gradient"
@@ -49,9 +46,8 @@ NOT_LINEAR = (
     "--policy mixed_bfloat16"
 )
 SKIPPED = (
-    "so far were inf or NaN at any loss scale, so their updates were skipped: the forward pass leaves the range of "
-    "float16 (--policy mixed_bfloat16, --deny PATTERN), its rounding breaks a decomposition, or the run diverges in "
-    "float32 too"
+    "so far were inf or NaN at any loss scale, and their updates skipped: the forward pass overflows float16 (--policy "
+    "mixed_bfloat16, --deny PATTERN), its rounding breaks a decomposition, or the run diverges in float32 too"
 )
 _LISTS = ("MPJAX_ALLOWLIST_ADD", "MPJAX_DENYLIST_ADD", "MPJAX_INFERLIST_ADD")
 
@@ -77,6 +73,11 @@ class Gradient:
     parameters: Collection[Any] = ()
     note: str = ""
     plan: str = ""
+
+    @property
+    def places(self) -> dict[tuple[str, str], str]:
+        """The lines and functions of this and nested gradients, with what to call them."""
+        return {(self.line, self.name): self.name + self.note} | {place: place[1] for place in self.nested.items()}
 
 
 @dataclasses.dataclass
@@ -289,8 +290,8 @@ class Session:
         for kept in program.kept:
             self.keep(*kept)
         for gradient in program.gradients:
-            for place in ((gradient.line, gradient.name), *gradient.nested.items()):
-                self.sites.setdefault(place, place[1] + gradient.note)
+            for place, name in gradient.places.items():
+                self.sites.setdefault(place, name)
                 # Those that a program hands out are in half from the second call on.
                 self.kept.get(NOT_UPDATED, {}).pop(place, None)
             self.parameters.learn(gradient.parameters)
@@ -321,8 +322,7 @@ class Session:
         """Notes that an update receives these arrays, some of which may be gradients that a program handed out."""
         for x in grads if self.handed else ():
             if (handed := self.handed.get(x)) is not None:
-                compiled, leaves = handed
-                compiled.received |= leaves
+                handed[0].received |= handed[1]
 
     @property
     def setting(self) -> Any:
