@@ -167,6 +167,59 @@ def test_a_script_that_updates_by_hand_is_left_alone_and_told_why(script):
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
+TRAINER = """
+import jax, jax.numpy as jnp
+class Trainer:
+    def fit(self, w):
+        step = jax.jit(lambda w: w - 0.5 * jax.grad(lambda w: jnp.mean((jnp.ones((8, 16)) @ w) ** 2))(w))
+        return step(w)
+"""
+
+
+def test_a_trainer_that_is_installed_is_named_with_the_whole_route(script, tmp_path):
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "trainer.py").write_text(TRAINER)
+    path = script("import jax.numpy as jnp, trainer\nprint(trainer.Trainer().fit(jnp.ones((16, 16)))[0, 0])")
+    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    done = run(path, **paths)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("mpjax run: nothing was cast to half: gradients that trainer computed.")
+    assert line.endswith("the list `packages` of a --rules file, and if it does not update by optax, add --policy "
+                         "mixed_bfloat16 --any-gradient")  # fmt: skip
+    rules = script('packages = ["trainer"]', "rules.toml")
+    done = run("--policy", "mixed_bfloat16", "--any-gradient", "--rules", rules, path, **paths)
+    assert "100.0% of" in done.stderr, done.stderr
+
+
+def test_a_script_that_fails_before_it_trains_is_given_no_advice(script):
+    for text in ("import no_such_module", "import jax, no_such_module"):
+        done = run(script(text))
+        assert done.returncode == 1
+        assert done.stderr.endswith("ModuleNotFoundError: No module named 'no_such_module'\n")
+
+
+def test_calls_in_float32_of_a_function_that_also_trains_are_counted(script):
+    done = run(
+        script("""
+    import jax, jax.numpy as jnp, optax
+    loss = lambda w: jnp.mean((jnp.ones((8, 16)) @ w) ** 2)
+    gradient, tx, w = jax.jit(jax.grad(loss)), optax.sgd(0.1), jnp.eye(16)
+    state = tx.init(w)
+    for _ in range(4):
+        updates, state = tx.update(gradient(w), state)
+        w = optax.apply_updates(w, updates)
+    for _ in range(5):
+        gradient(w * 1.0)
+    """)
+    )
+    last = done.stderr.split("mpjax run: summary")[1].splitlines()
+    assert last[1].startswith("  loss (script.py:3): 3 steps") or last[1].startswith(
+        "  <lambda> (script.py:3): 3 steps"
+    )
+    assert last[2] == "    and 6 in float32: the first, and where gradients or parameters met no update"
+
+
 def test_a_query_for_a_module_keeps_the_hook(script):
     queries = "import importlib.util\nfor name in ('jax', 'optax'):\n    importlib.util.find_spec(name)\n"
     done = run(script(queries + LINEAR))
@@ -202,7 +255,7 @@ def test_the_script_sees_what_it_sees_without_the_launcher(script, tmp_path):
     class Thing: pass
     atexit.register(print, "atexit")
     print(__name__, __file__, type(__builtins__), sys.argv, sys.path[0], os.getcwd())
-    print("jax" in sys.modules, "main" in globals())
+    print("jax" in sys.modules, "main" in globals(), type(__loader__).__name__, __spec__)
     print(pickle.loads(pickle.dumps(Thing())).__class__.__module__, sys.modules["__main__"].Thing is Thing)
     def fails():
         raise ValueError("of the script")
