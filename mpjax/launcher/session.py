@@ -34,7 +34,7 @@ NOT_UPDATED = (
     "the gradients of {} do not go, whole and only, into an update that can skip a step: one of optax without a line "
     "search, or of jax.example_libraries.optimizers (--policy mixed_bfloat16 --any-gradient casts them all the same)"
 )
-OUTSIDE_JIT = "the gradients of {} ran outside of jax.jit and jax.pmap, or in a function that was traced for an export"
+OUTSIDE_JIT = "the gradients of {} ran outside of the script's own jax.jit and jax.pmap, or were traced for an export"
 CHECKED = "the gradients of {} ran under disable_jit, debug_nans, debug_infs, checkify or a matmul precision of float32"
 OF_LIBRARY = (
     "gradients that {} computed. If it trains by them, name it in the list `packages` of a --rules file, and if it "

@@ -158,8 +158,10 @@ def function_name(fun: Any) -> str:
     return getattr(fun, "__name__", type(fun).__name__)
 
 
-# Packages that differentiate on behalf of their caller (`nnx.grad`, `eqx.filter_grad`, `hk.grad`, ...).
-_CONDUITS = frozenset("jax flax equinox haiku jaxtyping beartype typeguard functools contextlib".split())
+# Packages that act on behalf of their caller (`nnx.grad`, `eqx.filter_grad`, `hk.grad`, `copy.deepcopy`, ...).
+_CONDUITS = frozenset(
+    "jax flax equinox haiku jaxtyping beartype typeguard functools contextlib copy pickle cloudpickle dill".split()
+)
 # The functions by which a program is traced: `nnx.jit(nnx.grad(f))` differentiates inside of them.
 _TRACES = {(f"{__package__}.{module}", name) for module in ("compat", "tracing") for name in ("trace", "flat")}
 

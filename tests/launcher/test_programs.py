@@ -631,12 +631,15 @@ def test_a_script_that_asks_for_float32_matmuls_gets_them(launched):
 
 
 def test_compiled_functions_are_copied_and_pickled(launched):
-    launched()
-    tx = optax.adam(1e-2)
-    step = jax.jit(functools.partial(loss_fn))
-    assert float(copy.deepcopy({"step": step, "tx": tx})["step"](params(), X)) == float(step(params(), X))
-    assert float(pickle.loads(pickle.dumps(step))(params(), X)) == float(step(params(), X))
-    assert pickle.loads(pickle.dumps(jax.jit(loss_fn, static_argnums=()))).__name__ == "loss_fn"
+    session = launched(wherever=True)
+    step = jax.jit(jax.grad(loss_fn))
+    agent = {"step": step, "tx": optax.adam(1e-2)}
+    copies = copy.deepcopy(agent)["step"], copy.copy(step), pickle.loads(pickle.dumps(jax.jit(loss_fn)))
+    for each, want in zip(copies, (step, step, jax.jit(loss_fn)), strict=True):
+        assert bitwise_equal(each(params(), X), want(params(), X))
+        assert each.__name__ == want.__name__
+    assert half(copies[0], params(), X)
+    assert not session.kept
 
 
 def test_an_exported_function_is_float32(launched):

@@ -42,6 +42,6 @@ def test_the_summary_names_gradients_that_stay_in_float32(launched, capsys):
     outside, by_hand = line.split("; ")
     assert outside.startswith("mpjax run: nothing was cast to half: the gradients of product at test_report.py:")
     assert ", saddle at test_report.py:" in outside
-    assert "ran outside of jax.jit" in outside
+    assert "ran outside of the script's own jax.jit" in outside
     assert by_hand.startswith("the gradients of product at test_report.py:")
     assert "an update that can skip a step" in by_hand
