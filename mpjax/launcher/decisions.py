@@ -56,7 +56,7 @@ class Program:
     def _traced(self, states: Any, in_float32: Collection[int]) -> tuple[Frame, TracedCall]:
         seen = Frame(name_of(self.fun), in_float32, self.guards)
 
-        def with_states(states: Any, args: Any, kwargs: Any) -> Any:
+        def with_states(args: Any, kwargs: Any, states: Any) -> Any:
             seen.states = None if states is None else jax.new_ref(states)
             with tracing(seen):
                 out = self.fun(*args, **kwargs)
@@ -64,7 +64,7 @@ class Program:
             seen.states = None  # Tracers must not outlive the trace.
             return out, states
 
-        return seen, trace(with_states, (states, *self.call), {}, None)
+        return seen, trace(with_states, (*self.call, states), {}, None)
 
     def _hand_out(self, fate: Fates, handing: Sequence[Gradient], traced: TracedCall) -> None:
         """Tells the compiled function which of its results are gradients, and which arguments go to an update."""
@@ -76,8 +76,7 @@ class Program:
         out, _ = traced.rebuild([frozenset([leaves & compiled.hands_out]) for leaves in fate.outputs])
         compiled.outputs = [min(x) if isinstance(x, frozenset) else 0 for x in jax.tree.leaves(out)]
         places = [i for i, x in enumerate(jax.tree.leaves(self.call)) if is_array(x)]
-        first = len(traced.arrays) - len(places)  # after the states
-        compiled.receiving = [places[i - first] for i in fate.receiving if i >= first]
+        compiled.receiving = [places[i] for i in fate.receiving if i < len(places)]  # not the states
 
     def _with_passes(self, seen: Frame, traced: TracedCall) -> Any:
         """The program with its forward passes in half, if they may be."""
@@ -87,7 +86,7 @@ class Program:
         arrays = [(path, x) for path, x in jax.tree_util.tree_flatten_with_path(self.call)[0] if is_array(x)]
         parameters = session.parameters.among(arrays)
         if parameters and (bool(seen.gradients) or (not trains and session.options.evaluations)):
-            inputs = compat.open_jaxpr(jaxpr).jaxpr.invars[-len(arrays) :]
+            inputs = compat.open_jaxpr(jaxpr).jaxpr.invars
             jaxpr = in_half(session, jaxpr, {inputs[i] for i in parameters})
         seen.evaluates = not trains and jaxpr is not traced.jaxpr
         if self.compiled is not None:

@@ -228,8 +228,7 @@ def _applying(session: Session, original: Any) -> Any:
     @functools.wraps(original)
     def apply_updates(*args: Any, **kwargs: Any) -> Any:
         params = original(*args, **kwargs)
-        if session.hands:
-            session.updated.add(jax.tree.leaves(params), True)
+        session.updated.add(jax.tree.leaves(params) if session.hands else (), True)
         return params
 
     return apply_updates

@@ -190,8 +190,7 @@ def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
     lines += list(risks)[:_SHOWN]
     if session.unused:
         lines.append("  " + _of_unused(session.unused, "matched nothing so far"))
-    places = {place: name for gradient in program.gradients for place, name in gradient.places.items()}
-    lines.append("  differentiates: " + _places(places))
+    lines.append("  differentiates: " + _places({k: v for each in program.gradients for k, v in each.places.items()}))
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import os
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -234,6 +235,7 @@ class Session:
         self.explained: set[str] = set()  # the lines in the `--explain` file
         self.watchers: list[Callable[[Frame, Any], None]] = []  # each receives a traced program and its jaxpr
         self.counts: dict[str, Any] = {}  # the counts of programs whose loss scales are not kept
+        self._counting = threading.Lock()
         self.warned: set[str] = set()  # the programs that skip most steps
         self.steps: list[Any] = []  # the clocks of compiled functions that differentiate and have run
 
@@ -306,8 +308,9 @@ class Session:
         total = self.counts.setdefault(name, np.zeros(COLUMNS - CALLS))
 
         def count(counts: Any) -> None:
-            total[:] += counts
-            self.warn_of_skips(name, total)
+            with self._counting:  # each device calls on a thread of its own
+                total[:] += counts
+                self.warn_of_skips(name, total)
 
         return count
 
