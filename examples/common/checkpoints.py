@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -27,16 +28,17 @@ class Checkpoints:
     Args:
         folder: The folder, which holds a subfolder for each step.
         keep: Number of checkpoints to keep.
+        clean: Whether to remove what killed writes have left. Not beside a process that may be writing.
     """
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
-        self._folder, self._keep = folder.absolute(), keep
+    def __init__(self, folder: Path, keep: int = 2, clean: bool = False) -> None:
+        self._folder, self._keep, self._clean = folder.absolute(), keep, clean
         # Orbax logs a traceback for each file that it can't write. The error that it raises is enough.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
-        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True, cleanup_tmp_directories=self._clean)
         try:
             return ocp.CheckpointManager(self._folder, options=options)
         except OSError as error:
@@ -148,6 +150,20 @@ class Checkpoints:
             os.replace(self._folder / str(step), aside / f"{step}-{number}")
         say(f"checkpoints of later steps ({', '.join(map(str, steps))}) are now in {aside}")
         self._manager = self._open()
+
+
+def newest_position(folder: Path) -> dict[str, Any]:
+    """The position in the newest checkpoint of a folder whose record is intact; empty if there is none.
+
+    Read without Orbax, which would start JAX's devices: the flags of a run may say which.
+    """
+    steps = (path for path in folder.glob("*") if path.name.isdecimal())
+    for step in sorted(steps, key=lambda path: int(path.name), reverse=True):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            stored = json.loads((step / "record" / "metadata").read_text())
+            if stored["position_checksum"] == _text_checksum(stored["position"]):
+                return stored["position"]
+    return {}
 
 
 def _unwritable(folder: Path, error: Exception) -> UsageError:

@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import os
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -16,6 +17,7 @@ from examples.common import flags
 from examples.common.cli import UsageError
 from examples.common.flags import Group
 from examples.common.optimizers import Recipe
+from examples.common.run_folder import RunFolder, read_settings
 
 # The actions of a config (`RunConfig.action`). An inspection takes the flags of the training that it inspects.
 INSPECT = ("audit", "profile", "numerics")
@@ -26,15 +28,15 @@ STEP = (*TRAIN, "training_benchmark")  # actions that build a training step
 BUILD = (*TRAIN, *BENCHMARKS)  # actions that build a model
 
 ACTION = Group("action")
-PRECISION = Group("precision")
+PRECISION = Group("precision", stored="free")
 FILES = Group("files")
-DATA = Group("data", decides=True)
-MODEL = Group("model", BUILD, decides=True)
-RECIPE = Group("training", STEP, decides=True)
-TRAINING = Group("training", TRAIN, decides=True)
-RUNNING = Group("checkpoints and logs", TRAIN)
+DATA = Group("data", stored="fixed")
+MODEL = Group("model", BUILD, stored="fixed")
+RECIPE = Group("training", STEP, stored="fixed")
+TRAINING = Group("training", TRAIN, stored="fixed")
+RUNNING = Group("checkpoints and logs", TRAIN, stored="running")
 BENCHMARK = Group("benchmarks", BENCHMARKS)
-DEVICES = Group("devices and workers")
+DEVICES = Group("devices and workers", stored="running")
 
 # The precision may change at any checkpoint.
 PRECISION_FLAGS = ("policy", "amp", "loss_scale")
@@ -51,11 +53,10 @@ class RunConfig(abc.ABC):
 
     script: ClassVar[str]  # the name of its package
     unit: ClassVar[str]  # what an item of a batch is, in the plural
+    alternatives: ClassVar[tuple[str, ...]] = ()  # flags of which one, if given, drops the others of a run
     foreign: ClassVar[dict[str, flags.ForeignFlag]] = {}  # flags of other scripts
     without: ClassVar[tuple[str, ...]] = ()  # flags of this class that the script does not have
     of_tests: ClassVar[tuple[str, ...]] = ("patience", "keep_best")  # without effect if no epoch is tested
-    # Flags that a resumed run may change, since they do not affect earlier steps.
-    may_change: ClassVar[tuple[str, ...]] = (*PRECISION_FLAGS, "epochs")
 
     # The names of the flags in a command line.
     given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
@@ -64,9 +65,9 @@ class RunConfig(abc.ABC):
     profile: bool = ACTION(False, "print where the time of a training step goes")
     numerics: bool = ACTION(False, "print the values of a training step that half precision would lose")
 
-    policy: str = PRECISION("mixed_float16", f"{POLICIES}, or {DTYPES}", decides=True)
-    amp: Literal["module", "autocast"] = PRECISION("module", "how: mpjax.with_policy or mpjax.autocast", decides=True)
-    loss_scale: str | None = PRECISION(None, "dynamic (default in float16) or a number", uses=STEP, decides=True)
+    policy: str = PRECISION("mixed_float16", f"{POLICIES}, or {DTYPES}")
+    amp: Literal["module", "autocast"] = PRECISION("module", "how: mpjax.with_policy or mpjax.autocast")
+    loss_scale: str | None = PRECISION(None, "dynamic (default in float16) or a number", uses=STEP)
 
     output: Path | None = FILES(
         None,
@@ -74,15 +75,18 @@ class RunConfig(abc.ABC):
         "--results-dir",
         uses=("train", *BENCHMARKS, *USE),
     )
-    resume: bool = FILES(False, "continue the run in --output; precision and --epochs may change", uses=("train",))
+    resume: bool = FILES(False, "continue the run in --output, with its flags where none are given", uses=("train",))
+    config: Path | None = FILES(None, "take the flags that are not given from a run's config.json", uses=BUILD)
     init_from: Path | None = FILES(
-        None, "start from the weights of a run, an export or a file", uses=("train", "numerics")
+        None, "start from the weights of a run, an export or a file", uses=("train", "numerics"), stored="running"
     )
     weights: Path | None = FILES(None, "use a file written by --export instead of a checkpoint in --output", uses=USE)
-    export: Export | None = FILES(None, "write tested weights in this dtype", uses=("train", "evaluate"))
+    export: Export | None = FILES(
+        None, "write tested weights in this dtype", uses=("train", "evaluate"), stored="running"
+    )
     best: bool = FILES(False, "use the best checkpoint of the run instead of the newest (see --keep-best)", uses=USE)
 
-    epochs: flags.Count | None = TRAINING(None, "passes over the training data")
+    epochs: flags.Count | None = TRAINING(None, "passes over the training data", stored="free")
     batch_size: flags.Count | None = RECIPE(None, "examples per step, over all devices together", uses=(*BUILD, *USE))
     learning_rate: flags.Positive | None = RECIPE(None, "peak learning rate of the schedule")
     schedule: Literal["cosine", "constant"] | None = RECIPE(None, "schedule after the warm-up (default: cosine)")
@@ -112,7 +116,9 @@ class RunConfig(abc.ABC):
 
     devices: int | None = DEVICES(None, "number of devices that share a batch (default: all)")
     fsdp: bool = DEVICES(False, "shard the state over all devices instead of copying it", uses=BUILD)
-    workers: flags.Count = DEVICES(os.cpu_count() or 1, "number of threads that load data", uses=(*TRAIN, *USE))
+    workers: flags.Count | None = DEVICES(
+        None, "number of threads that load data (default: one per core)", uses=(*TRAIN, *USE)
+    )
 
     def __post_init__(self) -> None:
         flags.check_ranges(self)
@@ -171,14 +177,52 @@ class RunConfig(abc.ABC):
             updates=max(1, preset.epochs * steps_per_epoch // self.accumulate),
         )
 
-    def settings(self) -> dict[str, Any]:
-        """The flags that decide the result, as JSON. A resumed run must have the same."""
-        preset = {name: value for name, value in self.preset._asdict().items() if hasattr(self, name)}
-        return {"script": self.script, **flags.deciding_flags(self), **preset}
+    @property
+    def threads(self) -> int:
+        """Number of threads that load data."""
+        return self.workers or os.cpu_count() or 1
 
-    def trained(self, settings: dict[str, Any]) -> Any:
-        """Returns a copy with the settings that a run was trained with."""
-        return dataclasses.replace(self, **flags.from_json(type(self), settings))
+    def settings(self) -> dict[str, Any]:
+        """The flags that are stored with a run, as JSON, with the values that the recipe gives."""
+        recipe = self.preset._replace(learning_rate=self.hyperparameters(1).learning_rate)._asdict()
+        used = {name: value for name, value in recipe.items() if hasattr(self, name)}
+        return {"script": self.script, **flags.stored_flags(self), **used}
+
+    @classmethod
+    def of_run(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The flags of the run that --resume continues or --config names, which are not on the command line."""
+        if given.get("config"):
+            source, settings = given["config"], read_settings(given["config"], cls.script, "--config")
+        elif given.get("resume") and given.get("output") and not RunFolder(given["output"]).blank:
+            source, settings = given["output"], RunFolder(given["output"]).settings(cls.script, "--resume")
+        else:
+            return {}
+        names = {name for name, value in given.items() if value is not None}
+        return cls.like(settings, source, names)
+
+    @classmethod
+    def like(cls, settings: Any, source: Path, given: Collection[str], without: Collection[str] = ()) -> dict[str, Any]:
+        """The flags in the settings of a run, but those that are given on the command line or not wanted.
+
+        Raises:
+            UsageError: They are damaged, or name code to import that the command line does not name.
+        """
+        model = settings.get("model")
+        if isinstance(model, str) and ":" in model and "model" not in given:
+            raise UsageError(
+                f"{str(source)!r} names the model {model!r}, which is code: if you trust it, give --model {model}."
+            )
+        replaced = {*given, *without, *(cls.alternatives if {*given}.intersection(cls.alternatives) else ())}
+        try:
+            own = flags.from_json(cls, settings)
+            values = {name: x for name, x in own.items() if name not in replaced}
+            # The default rate follows the batch size, so it is no flag of the new command.
+            plain = {name: x for name, x in own.items() if name not in ("mode", "model", "learning_rate")}
+            if "learning_rate" in values and values["learning_rate"] == cls(**plain).settings()["learning_rate"]:
+                del values["learning_rate"]
+        except (TypeError, AttributeError) as error:
+            raise UsageError(f"{str(source)!r}: the flags of the run are damaged: {error}") from error
+        return values
 
     def with_precision(self, precision: dict[str, Any]) -> Any:
         """Returns a copy with another precision."""
@@ -214,6 +258,8 @@ class RunConfig(abc.ABC):
             raise UsageError(f"--warmup-epochs {self.warmup_epochs}: above half of --epochs {self.preset.epochs}.")
         if self.output is None and self.resume and self.action == "train":
             raise UsageError("--resume needs the folder of the run to continue: add --output DIR.")
+        if self.resume and self.config is not None:
+            raise UsageError(f"--config {self.config}: --resume takes the flags of the run in --output; leave it out.")
         if self.output is None and self.weights is None and self.action in USE:
             raise UsageError(f"{self.action_flag} needs a trained model: add --output DIR or --weights FILE.")
         if self.weights is not None and (self.export or self.best):

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from examples.common.cli import UsageError
 
-C = TypeVar("C")
+C = TypeVar("C", bound=Any)
 
 _YES_OR_NO = ("true", "false", "1", "0")
 # Usual names of flags in other scripts, too short for a guess.
@@ -45,21 +45,25 @@ Share = Annotated[float, Range("0 or more, below 1", 0, math.nextafter(1, 0))]
 Part = Annotated[float, Range("0 to 1", 0, 1)]
 
 
+Stored = Literal["fixed", "free", "running", ""]
+
+
 class Group:
     """Flags under one heading of the help.
 
     Args:
         title: The heading.
         uses: The actions (`config.action`) that use them; None for all.
-        decides: Whether they decide the result of a training. A resumed run must then have the same values.
+        stored: Whether they are stored with a run: "fixed" if a resumed run must have the same values, "free" if it
+            may change them, "running" if they say how a training runs and nothing about its model; "" if not.
     """
 
-    def __init__(self, title: str, uses: Collection[str] | None = None, decides: bool = False) -> None:
-        self.title, self.uses, self.decides = title, uses, decides
+    def __init__(self, title: str, uses: Collection[str] | None = None, stored: Stored = "") -> None:
+        self.title, self.uses, self.stored = title, uses, stored
 
     def __call__(self, default: Any, help: str, *aliases: str, **changed: Any) -> Any:
         """Defines a flag: its default, help, aliases, and differences from its group."""
-        own = Group(self.title, changed.get("uses", self.uses), changed.get("decides", self.decides))
+        own = Group(self.title, changed.get("uses", self.uses), changed.get("stored", self.stored))
         return dataclasses.field(default=default, metadata={"group": own, "help": help, "aliases": aliases})
 
 
@@ -75,6 +79,8 @@ def parse(
 ) -> C:
     """Parses a command line into a config. Its field `given` holds the names of the given flags.
 
+    The flags of the run that the command line names (`config.of_run`) are the defaults of those that are not given.
+
     Raises:
         UsageError: A flag is unknown, has an invalid value, or is not used by the chosen action.
     """
@@ -87,7 +93,7 @@ def parse(
         hint = f"did you mean {close[0]}?" if close else f"{program} --help lists all flags."
         raise UsageError(f"{rest[0]}: unknown flag; {hint}")
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(space).items()}
-    parsed: Any = config(**given, **{"given": frozenset(given)})
+    parsed: Any = config(**{**config.of_run(given), **given, "given": frozenset(given)})
     for field in _flags(config):
         uses = field.metadata["group"].uses
         used = uses is None or parsed.action in uses or getattr(parsed, field.name) is None
@@ -109,10 +115,14 @@ def check_ranges(config: Any) -> None:
                 raise UsageError(f"--{name.replace('_', '-')} {value}: give {allowed.text}.")
 
 
-def deciding_flags(config: Any) -> dict[str, Any]:
-    """The flags that decide the result of a training, as JSON."""
-    fields = [field for field in _flags(config) if field.metadata["group"].decides]
-    values = {field.name: getattr(config, field.name) for field in fields}
+def names_stored(config: Any, *how: Stored) -> list[str]:
+    """The names of the flags that are stored with a run in one of these ways."""
+    return [field.name for field in _flags(config) if field.metadata["group"].stored in how]
+
+
+def stored_flags(config: Any) -> dict[str, Any]:
+    """The flags that are stored with a run, as JSON."""
+    values = {name: getattr(config, name) for name in names_stored(config, "fixed", "free", "running")}
     return {name: _absolute(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
@@ -123,7 +133,7 @@ def _absolute(path: Path) -> str:
 
 
 def from_json(config: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts the result of `deciding_flags` to arguments of the config. Unknown names are dropped."""
+    """Converts the result of `stored_flags` to arguments of the config. Unknown names are dropped."""
     hints = typing.get_type_hints(config)
     names = {field.name for field in _flags(config)}
     kept = {name: value for name, value in values.items() if name in names}

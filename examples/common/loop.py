@@ -21,6 +21,7 @@ import mpjax
 from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError, say
 from examples.common.config import RunConfig
+from examples.common.flags import names_stored
 from examples.common.run_folder import RunFolder, write_json
 from examples.common.task import Task
 from examples.common.training import means
@@ -84,7 +85,7 @@ def open_folder(config: RunConfig, kind: str = "") -> RunFolder:
         UsageError: The folder is not empty or, with --resume, holds no run or another run, or another process uses it.
     """
     if config.resume and config.output is not None:
-        return RunFolder.reopen(config.output, config.settings(), config.may_change)
+        return RunFolder.reopen(config.output, config.settings(), names_stored(config, "free", "running"))
     return RunFolder.create(config.output, Path(f"runs/{config.script}{kind}"), config.settings())
 
 
@@ -105,11 +106,12 @@ class _Run:
     def __init__(self, task: Task, folder: RunFolder, stack: contextlib.ExitStack) -> None:
         self.task, self.config, self.folder, self.stack = task, task.config, folder, stack
         self.interruption = stack.enter_context(Interruption())
-        self.checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, self.config.keep))
+        self.checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, self.config.keep, clean=True))
         keep_best = self.config.keep_best and task.best
-        self.best = stack.enter_context(Checkpoints(folder.best, 1)) if keep_best else None
+        self.best = stack.enter_context(Checkpoints(folder.best, 1, clean=True)) if keep_best else None
         stack.callback(task.close)
         self.state: Any = None
+        self.lines: list[dict[str, Any]] = []  # of the finished epochs
         self.epoch, self.batch = 0, 0
         self.items, self.seconds = 0, 0.0
         self.saved = time.monotonic()
@@ -120,11 +122,10 @@ class _Run:
         task = self.task
         if not (self.config.resume and self._restore()):
             self.state = task.start_state()
-        write_json(self.folder.path / "data.json", task.description())
+        self.folder.begin(self.config.settings(), task.description(), self.lines)
         step = int(self.state.step)  # later events are of an interrupted run: TensorBoard drops them
         writer = SummaryWriter(str(self.folder.path / "tensorboard"), purge_step=step + 1 if step else None)
         self.writer = self.stack.enter_context(writer)
-        self.lines = self.folder.metrics
         started = time.perf_counter()
         say(task.headline())
         task.compile()
@@ -135,7 +136,7 @@ class _Run:
         while self.epoch < task.epochs and not self._patience_exhausted():
             line = self._train_epoch()
             self.lines.append(line)
-            self.folder.append_metrics(line)
+            self.folder.write_metrics(self.lines)
             self._write_scalars(line, "")
             say(self._epoch_text(line))
             self.epoch, self.batch = self.epoch + 1, 0
@@ -151,19 +152,17 @@ class _Run:
             say("no checkpoint was saved yet: the run starts from the beginning")
         else:
             self.state, position = restored
-            self.epoch, self.batch = position["epoch"], position["batch"]
+            self.epoch, self.batch, self.lines = position["epoch"], position["batch"], position["metrics"]
             if self.best is not None:
                 self.best.set_aside_after(int(self.state.step))
-        self.folder.keep_metrics(self.epoch)
         return restored is not None
 
     def _train_epoch(self) -> dict[str, Any]:
         """Trains to the end of the epoch and returns its line of metrics."""
         self.bar.set_description(f"epoch {self.epoch + 1}/{self.task.epochs}", refresh=False)
-        items, started = 0, time.perf_counter()
+        first, started = self.batch, time.perf_counter()
         for batch in self._batches():
             self._save_or_stop()
-            items += self.task.items(batch)
             self.state, outputs = self.task.train_step(self.state, batch)
             self.batch += 1
             self.bar.update()
@@ -171,7 +170,7 @@ class _Run:
             if step % self.config.log_every == 0:
                 self._log_step((step, outputs))
         jax.block_until_ready(self.state)
-        seconds = time.perf_counter() - started
+        seconds, items = time.perf_counter() - started, (self.batch - first) * self.task.batch_size
         self.items, self.seconds = self.items + items, self.seconds + seconds
         self._log_step(None)
         self._check_progress()
@@ -271,7 +270,7 @@ class _Run:
         self.saved = time.monotonic()
 
     def _save_to(self, checkpoints: Checkpoints) -> None:
-        position = {"epoch": self.epoch, "batch": self.batch, **self.task.position()}
+        position = {"epoch": self.epoch, "batch": self.batch, "metrics": [*self.lines], **self.task.position()}
         checkpoints.save(int(self.state.step), self.state, position)
 
     def _summarise(self, final: dict[str, Any]) -> dict[str, Any]:

@@ -16,11 +16,12 @@ import jax
 import numpy as np
 
 import mpjax
+from examples.common.checkpoints import newest_position
 from examples.common.cli import UsageError, disk_problem, fail, say
 from examples.common.config import INSPECT, PRECISION_FLAGS, RunConfig
-from examples.common.flags import from_json, parse
+from examples.common.flags import names_stored, parse
 from examples.common.loop import Interrupted, open_folder, parameter_count, train
-from examples.common.run_folder import RunFolder, write_json
+from examples.common.run_folder import RunFolder, of_script, write_json
 from examples.common.task import Task, shape_of
 from examples.common.training import DataParallel, Variables, compile_step
 from examples.common.weights import cast_weights, file_variables, read_about, write_weights
@@ -71,6 +72,7 @@ def run_training(config: RunConfig, make: MakeTask) -> dict[str, Any]:
     with open_folder(config) as folder:
         summary = folder.summary if config.resume else None
         if summary is not None and summary.get("epochs", 0) >= task.epochs:
+            task.check_identity(newest_position(folder.checkpoints))  # An export names the outputs.
             say(f"the run in {folder.path} has already finished")
         else:
             summary = train(task, folder)
@@ -193,8 +195,6 @@ def measure(
 
 # The largest loss of the metric by an export: rounding may flip an entry or two of a small test set.
 _TOLERANCE = 0.005
-# Flags that may differ between training a model and using it.
-_MAY_DIFFER = ("mode", *PRECISION_FLAGS)
 
 
 def evaluate(config: RunConfig, kind: type[Task]) -> dict[str, Any]:
@@ -227,16 +227,10 @@ def open_model(config: RunConfig, kind: type[Task]) -> tuple[Task, Variables]:
     else:
         about = read_about(config.weights)
         settings, description = about.get("settings", {}), about.get("data", {})
-        if settings.get("script") != config.script:
-            raise UsageError(f"--weights {str(config.weights)!r} is a model of examples.{settings.get('script')}.")
+        of_script(settings, config.script, "--weights", config.weights)
     given = {name for name in config.given if getattr(config, name) is not None}
-    _check_code(settings, given, config.weights or folder.path)
-    replaced = {*_MAY_DIFFER, *given, *(kind.alternatives if given.intersection(kind.alternatives) else ())}
-    kept = {name: value for name, value in settings.items() if name not in replaced}
-    try:
-        trained = dataclasses.replace(config, **from_json(type(config), kept))
-    except TypeError as error:
-        raise UsageError(f"the settings that the model was trained with are damaged: {error}") from error
+    without = ("mode", *PRECISION_FLAGS, *names_stored(config, "running"))
+    trained = dataclasses.replace(config, **config.like(settings, config.weights or folder.path, given, without))
     task = kind(trained, DataParallel(trained.devices), kind.open(trained, description))
     if config.weights is None:
         return task, task.run_variables(folder)
@@ -245,15 +239,6 @@ def open_model(config: RunConfig, kind: type[Task]) -> tuple[Task, Variables]:
     wanted = jax.eval_shape(float32.cast_to_param, like.params)
     read = file_variables(config.weights, Variables(wanted, like.stats), "--weights")
     return task, task.parallel.replicate(read)
-
-
-def _check_code(settings: Any, given: set[str], source: Path) -> None:
-    """Raises `UsageError` if settings from a file name code to import that the command line does not name."""
-    model = settings.get("model") if isinstance(settings, dict) else None
-    if isinstance(model, str) and ":" in model and "model" not in given:
-        raise UsageError(
-            f"{str(source)!r} names the model {model!r}, which is code: if you trust it, give --model {model}."
-        )
 
 
 def cast_to_policy(task: Task, variables: Variables) -> Variables:

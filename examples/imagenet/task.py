@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples.common.cli import UsageError, each_readable, listing, say
+from examples.common.cli import SkippedFiles, UsageError, each_readable, listing, say
 from examples.common.modes import cast_to_policy
 from examples.common.run_folder import write_json
 from examples.common.task import Task
@@ -39,7 +39,6 @@ class ImageData(Task):
     config_type, unit = Config, "images"
     predict_step: Any  # jitted (variables, images) -> probabilities
     metric, metric_name, table = ("test_accuracy", 1), "test accuracy", {"test_accuracy": "test accuracy"}
-    alternatives = ("data_dir", "dataset")
 
     def __init__(self, config: Config, parallel: DataParallel, data: Data) -> None:
         super().__init__(config, parallel, data)
@@ -64,24 +63,25 @@ class ImageData(Task):
 
     def loading(self) -> dict[str, Any]:
         """How batches are loaded."""
-        return {"workers": self.config.workers, "put": self.parallel.put}
+        return {"workers": self.config.threads, "put": self.parallel.put}
 
     def facts(self) -> dict[str, Any]:
-        sets = {"train": self.train_set, "test": self.test_set}
-        sizes = {f"{name}_images": len(images) for name, images in sets.items() if images is not None}
-        unreadable = sum(images.unreadable for images in sets.values() if images is not None)
+        sizes = {f"{name}_images": len(images) for name, images in self._sets().items()}
+        unreadable = sum(map(len, self.skipped().values()))
         return {"model": self.config.model_name, **sizes, "unreadable_images": unreadable}
+
+    def _sets(self) -> dict[str, Dataset]:
+        sets = {"train": self.train_set, "test": self.test_set}
+        return {name: images for name, images in sets.items() if images is not None}
+
+    def skipped(self) -> dict[str, SkippedFiles]:
+        return {name: images.problems for name, images in self._sets().items() if images.problems is not None}
 
     def description(self) -> dict[str, Any]:
         return self.about._asdict()
 
-    def data_state(self) -> dict[str, Any]:
-        sets = {"train_set": self.train_set, "test_set": self.test_set}
-        return {name: images.state() for name, images in sets.items() if images is not None}
-
-    def restore_data(self, state: dict[str, Any]) -> None:
-        self.train_set.restore(state["train_set"])
-        self.test_set.restore(state["test_set"])
+    def identity(self) -> dict[str, Any]:
+        return {f"{name} images": x.identity for name, x in self._sets().items()} | {"classes": self.about.classes}
 
     def predict(self, variables: Variables) -> dict[str, Any]:
         """Writes the predicted classes of `--images`, or else of all test images, to predictions.json."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +30,7 @@ _RECIPE = Recipe(20, 16, 3e-3, 1.0, "adamw", 1e-2, clip_norm=10.0)
 
 _TESTED = (*TRAIN, "evaluate")  # actions that read the speech of the flags
 _BATCHED = (*BUILD, "evaluate")
-DATA = Group("data", _TESTED, decides=True)
+DATA = Group("data", _TESTED, stored="free")  # what a resumed run must find again is `Task.identity`
 
 # Mozilla's flags for DeepSpeech.
 _CUDNN = ForeignFlag(note="ignored: one recurrent layer runs on all devices, with the same checkpoints")
@@ -62,18 +61,21 @@ class Config(RunConfig):
     unit = "utterances"
     foreign = _FOREIGN
     of_tests = (*RunConfig.of_tests, "dev_data")
-    may_change = (*RunConfig.may_change, "max_skipped", "workers")
 
-    mode: Mode = ACTION("train_and_evaluate", "train, test, use or measure (see the README)", decides=True)  # type: ignore[misc]
+    mode: Mode = ACTION("train_and_evaluate", "train, test, use or measure (see the README)", stored="fixed")  # type: ignore[misc]
     infer: tuple[Path, ...] = FILES((), "transcribe these audio files with the model of the run", uses=("predict",))
 
     train_data: Path | None = DATA(None, "CSV, LibriSpeech or shards (default: synthesised)", uses=TRAIN)
-    dev_data: Path | None = DATA(None, "speech to test on after each epoch (default: --test-data)", uses=TRAIN)
+    dev_data: Path | None = DATA(
+        None, "speech to test on after each epoch (default: --test-data)", uses=TRAIN, stored="free"
+    )
     test_data: Path | None = DATA(None, "test speech, in a format of --train-data")
     audio_field: str | None = DATA(None, "field of the audio in shards (default: any usual name)")
     text_field: str | None = DATA(None, "field of the transcript in shards (default: any usual name)")
-    alphabet: Path | None = DATA(None, "file with one character per line (default: space, a to z, ')", uses=BUILD)
-    cache_dir: Path = DATA(DEFAULT_CACHE, "folder for the corpus synthesised by espeak-ng", decides=False)
+    alphabet: Path | None = DATA(
+        None, "file with one character per line (default: space, a to z, ')", uses=BUILD, stored="free"
+    )
+    cache_dir: Path = DATA(DEFAULT_CACHE, "folder for the corpus synthesised by espeak-ng")
     max_skipped: Share = DATA(0.01, "largest share of the utterances that may be skipped as unusable")
 
     hidden: Count = MODEL(128, "units of dense layers and of each direction of the recurrent layer (DeepSpeech: 2048)")
@@ -90,7 +92,7 @@ class Config(RunConfig):
     # Audio files are transcribed one by one, on one device.
     batch_size: Count | None = RECIPE(None, "utterances per step, over all devices together", uses=_BATCHED)
     devices: int | None = DEVICES(None, "number of devices that share a batch (default: all)", uses=_BATCHED)
-    workers: Count = DEVICES(os.cpu_count() or 1, "number of threads that load data", uses=_TESTED)
+    workers: Count | None = DEVICES(None, "number of threads that load data (default: one per core)", uses=_TESTED)
 
     longest: Positive = BENCHMARK(4.0, "longest utterance in seconds; others from a quarter of it")
     warmup_steps: Natural = BENCHMARK(10, "steps to run before measuring")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -87,11 +88,12 @@ class Speech:
         return audio
 
     @functools.cached_property
-    def fingerprint(self) -> str:
-        """Changes if utterances or transcripts change, or the contents of a sampled file."""
-        utterances = zip(self.paths, self.transcripts, self.samples, strict=True)
-        names = [f"{_portable_name(path)}\t{transcript}\t{samples}" for path, transcript, samples in utterances]
-        return fingerprint(names, len(self), lambda index: self.paths[index].read_bytes())
+    def identity(self) -> str:
+        """Changes if utterances or transcripts change, or the contents of a sampled file, but not if they are moved."""
+        utterances = zip(_portable_names(self.paths), self.transcripts, self.samples, strict=True)
+        names = [f"{name}\t{transcript}\t{samples}" for name, transcript, samples in utterances]
+        digest = fingerprint(names, len(self), lambda index: self.paths[index].read_bytes())
+        return f"{len(self)} utterances with digest {digest[:16]}"
 
     def keep_decodable(self, frames: Callable[[np.ndarray], np.ndarray], fastest: float = 1.0) -> None:
         """Skips utterances whose transcripts are too long for CTC (see `frames_needed`).
@@ -123,9 +125,10 @@ class Speech:
         self.samples = np.asarray(samples, np.int64)
 
 
-def _portable_name(path: File) -> str:
-    """The part of a path that does not change if the data is moved."""
-    return f"{path.parent.name}/{path.name}" if isinstance(path, Path) else path.records.name(path.number)
+def _portable_names(paths: Sequence[File]) -> list[str]:
+    """The part of each path that does not change if the data is moved."""
+    root = os.path.commonpath([path.parent.absolute() for path in paths if isinstance(path, Path)] or [Path("/")])
+    return [os.path.relpath(x, root) if isinstance(x, Path) else x.records.name(x.number) for x in paths]
 
 
 def _length(utterance: Utterance) -> int | UnusableFileError:

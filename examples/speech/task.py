@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from examples.common.cli import UsageError, say
+from examples.common.cli import SkippedFiles, UsageError, say
 from examples.common.run_folder import write_json
 from examples.common.task import Task
 from examples.common.training import DataParallel
@@ -64,7 +64,7 @@ class SpeechData(Task):
         self._buckets: Buckets | None = None
         if data.train is not None:
             self.check_batch_size(data.train.name, len(data.train))
-            self._buckets = Buckets(data.train, self.batch_size, config.buckets, config.perturbation, config.workers)
+            self._buckets = Buckets(data.train, self.batch_size, config.buckets, config.perturbation, config.threads)
             self.steps = self._buckets.steps
         if not config.infer:
             parallel.check(self.batch_size)
@@ -87,10 +87,8 @@ class SpeechData(Task):
         return Data(alphabet) if config.infer else open_sets(config, alphabet, ["test"])
 
     def facts(self) -> dict[str, Any]:
-        sets = {"train": self.train_set, "test": self.test_set}
-        sizes = {f"{name}_utterances": len(speech) for name, speech in sets.items() if speech is not None}
-        skipped = sum(len(speech.skipped) for speech in self.data[1:] if speech is not None)
-        found = {**sizes, "skipped_files": skipped}
+        sizes = {f"{name}_utterances": len(speech) for name, speech in self._sets().items()}
+        found = {**sizes, "skipped_files": sum(map(len, self.skipped().values()))}
         return found if self.train_set is None else found | {"train_hours": self.train_set.hours}
 
     def report(self, folder: Path | None) -> None:
@@ -106,23 +104,15 @@ class SpeechData(Task):
     def description(self) -> dict[str, Any]:
         return {"characters": self.alphabet.characters}
 
-    def data_state(self) -> dict[str, Any]:
-        if self.train_set is None:
-            return {}
-        fingerprints = [None if speech is None else speech.fingerprint for speech in (self.train_set, self.test_set)]
-        return {"fingerprints": fingerprints}
+    def _sets(self) -> dict[str, Speech]:
+        return {name: speech for name, speech in self.data._asdict().items() if isinstance(speech, Speech)}
 
-    def restore_data(self, state: dict[str, Any]) -> None:
-        pairs = zip(state["fingerprints"], self.data_state()["fingerprints"], strict=True)
-        for name, speech, (before, now) in zip(("train", "test"), self.data[1:], pairs, strict=False):
-            if before != now and speech is not None:
-                raise UsageError(
-                    f"--{name}-data {speech.name}: the utterances or files differ from those of the run; a run can "
-                    "only be resumed with the same data. Put them back, or start a new run with --init-from."
-                )
+    def identity(self) -> dict[str, Any]:
+        sets = {f"{name} speech": speech.identity for name, speech in self._sets().items()}
+        return sets | {"characters": [*self.alphabet.characters]}
 
-    def items(self, batch: Batch) -> int:
-        return int(np.sum(batch.weights))
+    def skipped(self) -> dict[str, SkippedFiles]:
+        return {name: speech.skipped for name, speech in self._sets().items()}
 
     def example_batches(self, batch_size: int) -> Sequence[Batch]:
         if self._buckets is None:

@@ -30,7 +30,7 @@ class Tester:
         self._config, self._speech, self._parallel = config, speech, parallel
         # A small set is not padded to a full batch.
         batch_size = -(-min(config.preset.batch_size, len(speech)) // parallel.count) * parallel.count
-        self._buckets = Buckets(speech, batch_size, config.buckets, workers=config.workers)
+        self._buckets = Buckets(speech, batch_size, config.buckets, workers=config.threads)
         self._steps: dict[Any, Any] = {}
 
     def compile(self, variables: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 import soundfile
 
 from examples.common.cli import UsageError, each_readable
-from examples.common.flags import deciding_flags, parse
+from examples.common.flags import parse, stored_flags
 from examples.common.records import UnusableFileError, content
 from examples.common.training import Variables
 from examples.common.weights import file_variables
@@ -117,7 +117,7 @@ def test_common_voice_and_several_csv_files(tmp_path, monkeypatch):
         row = f"clips/{name}.wav,0,say {name}"
         (tmp_path / f"{name}.csv").write_text(f"wav_filename,wav_filesize,transcript\n{row}\n")
     monkeypatch.chdir(tmp_path)
-    joined = deciding_flags(SpeechConfig(train_data=Path("a.csv,b.csv"), test_data=Path("a.csv")))["train_data"]
+    joined = stored_flags(SpeechConfig(train_data=Path("a.csv,b.csv"), test_data=Path("a.csv")))["train_data"]
     monkeypatch.chdir("/")
     assert open_speech(Path(joined)).transcripts == ["say a", "say b"]
 

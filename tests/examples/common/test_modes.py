@@ -55,14 +55,14 @@ freeze accumulate"""
 TRAINING = "epochs patience save-every keep keep-best log-every"
 USES = {
     CustomTask: {
-        "ta": f"audit profile numerics policy amp batch-size devices seed fsdp {RECIPE} {TRAINING}",
+        "ta": f"audit profile numerics policy amp batch-size devices seed fsdp config {RECIPE} {TRAINING}",
         "t": "output resume init-from export",
     },
     ImageTask: {
         "tabiep": "audit profile numerics policy amp mode batch-size devices data-dir dataset image-size",
         "tbiep": "output",
         "tab": RECIPE,
-        "tabi": "model seed fsdp",
+        "tabi": "model seed fsdp config",
         "taep": "workers image-field label-field whole test-crop interpolation max-unreadable",
         "ta": f"{TRAINING} augment flip recipe label-smoothing mixup random-erasing",
         "t": "resume init-from",
@@ -76,7 +76,7 @@ USES = {
         "tbiep": "output",
         "tabie": "batch-size devices",
         "tab": f"{RECIPE} dropout",
-        "tabi": "seed fsdp alphabet hidden cell bidirectional stride context layer-norm",
+        "tabi": "seed fsdp config alphabet hidden cell bidirectional stride context layer-norm",
         "tae": "workers test-data audio-field text-field cache-dir max-skipped buckets",
         "ta": f"{TRAINING} augment train-data dev-data",
         "t": "resume init-from",

@@ -121,9 +121,10 @@ def test_killed_run_resumes_from_its_last_checkpoint(number, request, tmp_path, 
 
 def test_run_killed_before_its_first_checkpoint_starts_from_the_beginning(tmp_path):
     (tmp_path / "config.json.part").write_text("{")
-    with RunFolder.reopen(tmp_path, {"seed": 0, "script": "imagenet"}) as folder:
-        assert json.loads((tmp_path / "config.json").read_text()) == {"seed": 0, "script": "imagenet"}
-    with Checkpoints(folder.checkpoints) as checkpoints:
+    with (
+        RunFolder.reopen(tmp_path, {"seed": 0, "script": "imagenet"}) as folder,
+        Checkpoints(folder.checkpoints) as checkpoints,
+    ):
         assert digits_task().restore(checkpoints) is None
 
 

@@ -71,7 +71,7 @@ def test_chain_of_precisions_keeps_masters_bitwise(tmp_path):
 def test_run_of_another_model_is_refused(tmp_path):
     model = f"{__name__}:CustomLinen"
     source = saved_run(tmp_path / "run", digits_task(model=model).initial_state(), model=model)
-    with pytest.raises(UsageError, match="give the same --model"):
+    with pytest.raises(UsageError, match="is code: if you trust it, give --model"):
         digits_task(init_from=source).start_state()
 
 

@@ -15,6 +15,7 @@ import soundfile
 
 from examples.common import loop
 from examples.speech.__main__ import main
+from examples.speech.dataset import ENGLISH
 from tests.examples import processes
 from tests.examples.speech.runs import TINY, TINY_MODEL, as_bytes, as_flags, error_of, lines_of, task_of
 
@@ -82,6 +83,7 @@ PROGRAM = """
 import sys, pytest
 from tests.examples import quick
 from examples.speech.__main__ import main
+from examples.speech.dataset import ENGLISH
 quick.make_quick(pytest.MonkeyPatch())
 sys.exit(main(sys.argv[1:]))
 """
@@ -105,15 +107,20 @@ def test_resume_may_change_the_precision_but_not_the_data(interrupted, data, tmp
     shutil.copytree(data["train_data"].parent, tmp_path / "data")
     moved = {name: tmp_path / "data" / path.name for name, path in data.items()}
     flags = [*TINY, "--output", str(output), "--resume", "--policy", "float32"]
-    assert "--test-data" in error_of([*flags, *as_flags(**moved)], capsys)
     sound = tmp_path / "data" / "train3.wav"
+    before = sound.read_bytes()
     samples, rate = soundfile.read(sound)
     soundfile.write(sound, samples * 0.5, rate)
+    assert "the train speech differ (8 utterances with digest" in error_of([*flags, *as_flags(**moved)], capsys)
     settings = json.loads((output / "config.json").read_text())
-    (output / "config.json").write_text(json.dumps(settings | {name: str(path) for name, path in moved.items()}))
-    assert "--train-data" in error_of([*flags, *as_flags(**moved)], capsys)
-    (output / "config.json").write_text(json.dumps(settings))
-    assert main([*flags, *as_flags(**data)]) == 0
+    assert settings["train_data"] == str(data["train_data"])  # A refused command changes nothing.
+    sound.write_bytes(before)
+    alphabet = tmp_path / "alphabet.txt"
+    alphabet.write_text("\n".join(["b", "a", *ENGLISH[3:], " "]) + "\n")
+    error = error_of([*flags, *as_flags(**moved), "--alphabet", str(alphabet)], capsys)
+    assert "the characters differ (number 1 is ' ' in the run, 'b' here)" in error
+    # The same data at another path are the same.
+    assert main([*flags, *as_flags(**moved)]) == 0
     assert "from policy mixed_float16 to float32" in capsys.readouterr().out
     summary = json.loads((output / "summary.json").read_text())
     assert (summary["policy"], summary["loss_scale"]) == ("float32", 1)
