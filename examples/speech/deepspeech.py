@@ -18,6 +18,11 @@ from examples.speech.config import Config
 from examples.speech.features import MELS
 
 
+# A masked or silent frame is exactly zero, and so is its variance: each norm multiplies the frame's gradient by
+# 1/sqrt(epsilon), three in a row by 10^9 with Flax's 1e-6.
+_EPSILON = 1e-2
+
+
 class DeepSpeech(nnx.Module):
     """Three dense layers with clipped ReLU, one recurrent layer, one more dense layer, and the output layer.
 
@@ -34,7 +39,8 @@ class DeepSpeech(nnx.Module):
         self.recurrent = Recurrent(flags.cell, hidden, hidden, bidirectional=flags.bidirectional, rngs=rngs)
         self.last = nnx.Linear(hidden * self.recurrent.directions, hidden, rngs=rngs)
         self.characters = nnx.Linear(hidden, characters, rngs=rngs)
-        self.norms = nnx.List([nnx.LayerNorm(hidden, rngs=rngs) for _ in range(4)] if flags.layer_norm else [])
+        norms = 4 if flags.layer_norm else 0
+        self.norms = nnx.List([nnx.LayerNorm(hidden, epsilon=_EPSILON, rngs=rngs) for _ in range(norms)])
         self.dropout = nnx.Dropout(flags.dropout)
 
     def __call__(

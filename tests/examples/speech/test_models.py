@@ -32,6 +32,28 @@ def loss_and_logits(network, params, batch, labels, train):
     return jnp.mean(losses), (losses, jnp.where(inside[..., None], logits, 0))
 
 
+def test_masked_and_silent_frames_do_not_amplify_the_gradient():
+    """Their variance is zero, where a norm divides by the root of its epsilon."""
+    config = dataclasses.replace(CONFIG, hidden=32, cell="gru", context=5, stride=3)
+    network = create_network(config, LABELS)
+    params = arrays_in_numpy(network.init)(cheap_keys.key(0)).params
+    features = np.random.default_rng(0).normal(size=(4, 60, 40)).astype(np.float32)
+    masked, silent = features.copy(), features.copy()
+    masked[:, 20:40] = 0  # two bands of SpecAugment side by side
+    silent[0] = 0
+    labels = np.array([[1, 2], [3, 3], [4, 5], [6, 1]])
+
+    @jax.jit
+    def norm(features):
+        batch = features, np.full(4, 60)
+        return optax.tree.norm(jax.grad(lambda p: loss_and_logits(network, p, batch, labels, train=True)[0])(params))
+
+    plain = norm(features)
+    # Ten million times with an epsilon of 1e-6.
+    assert norm(masked) < 10 * plain
+    assert norm(silent) < 50 * plain
+
+
 @pytest.fixture(scope="module")
 def inputs():
     features = np.random.default_rng(1).normal(size=(3, 24, 40)).astype(np.float32)
