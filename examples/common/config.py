@@ -266,7 +266,7 @@ class RunConfig(abc.ABC):
             raise UsageError(f"--weights {str(self.weights)!r}: --export and --best need the checkpoint of a run.")
         for name in self.of_tests if self.mode == "train" else ():
             if name in self.given:
-                flag = f"--{name.replace('_', '-')} {getattr(self, name)}"
+                flag = flags.as_text(name, getattr(self, name))
                 raise UsageError(f"{flag} needs tests after each epoch: leave out --mode train.")
         for name in ("momentum", "nesterov"):
             if name in self.given and self.preset.optimizer != "sgd":

@@ -132,6 +132,14 @@ def _absolute(path: Path) -> str:
     return ",".join(str(part.absolute()) for part in parts)
 
 
+def as_text(name: str, value: Any) -> str:
+    """A flag as on a command line."""
+    dashed = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{dashed}" if value else f"--no-{dashed}"
+    return f"--{dashed} {value}"
+
+
 def from_json(config: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Converts the result of `stored_flags` to arguments of the config. Unknown names are dropped."""
     hints = typing.get_type_hints(config)

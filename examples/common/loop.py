@@ -253,16 +253,18 @@ class _Run:
         scaling = self.state.opt_state
         skipped = int(scaling.consecutive_skips)
         if skipped >= self.task.steps and self.task.scale_is_fixed:
+            scale = float(scaling.loss_scale)
+            remedy = "Give a smaller --loss-scale, or dynamic." if scale > 1 else "Give a lower --learning-rate."
             raise UsageError(
                 f"all {self.task.steps} steps of epoch {self.epoch + 1} were skipped: gradients are inf or NaN at the "
-                f"fixed loss scale {float(scaling.loss_scale):g}. Give a smaller --loss-scale, or dynamic."
+                f"fixed loss scale {scale:g}. {remedy}"
             )
         try:
             mpjax.check_progress(scaling, _MAX_SKIPS)
         except mpjax.LossScaleError as error:
             raise UsageError(
-                f"training diverged in epoch {self.epoch + 1}: {error} A lower --learning-rate or "
-                "--policy float32 may help."
+                f"training diverged in epoch {self.epoch + 1}: {error} A lower --learning-rate may help"
+                + ("." if self.task.policy == "float32" else ", or --policy float32.")
             ) from error
 
     def _save(self) -> None:

@@ -284,7 +284,13 @@ class TarFiles(Records):
                 name = os.path.join(folder, stem)
                 if not self._entries or self._entries[-1][:2] != (name, path):
                     self._entries.append((name, path, {}))
-                self._entries[-1][2][sys.intern(field.lower())] = member.offset_data, member.size
+                places = self._entries[-1][2]
+                if (field := sys.intern(field.lower())) in places:
+                    raise UsageError(
+                        f"{str(path)!r} holds {member.name!r} twice: files of one name are one entry, so all but the "
+                        "last would be lost. Name each differently."
+                    )
+                places[field] = member.offset_data, member.size
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -324,6 +330,9 @@ class HuggingFace(Records):
             if isinstance(folder, Path):
                 data: Any = datasets.load_from_disk(str(folder))
             else:
+                size = sum(path.stat().st_size for path in folder) / 2**20
+                cache = datasets.config.HF_DATASETS_CACHE
+                print(f"{root}: {size:,.0f} MiB of Parquet are unpacked once to {cache}", file=sys.stderr)
                 data = datasets.Dataset.from_parquet([str(path) for path in folder])
         except Exception as error:
             raise UsageError(f"{str(root)!r} can't be read as a dataset: {one_line(error, 200)}") from error

@@ -24,6 +24,7 @@ from typing import Any
 
 from examples.common.checkpoints import newest_position
 from examples.common.cli import UsageError, one_line, say
+from examples.common.flags import as_text
 
 
 class RunFolder:
@@ -72,10 +73,9 @@ class RunFolder:
         before = self.settings(now.get("script", ""), "--resume")
         for name in sorted({*before, *now}):
             if before.get(name) != now.get(name) and name not in may_change:
-                flag = "--" + name.replace("_", "-")
                 raise UsageError(
-                    f"--resume: the run in {str(self.path)!r} has {flag} {before.get(name)}, but this command has "
-                    f"{now.get(name)}. Leave it out, or start a new run in another folder."
+                    f"--resume: the run in {str(self.path)!r} has {as_text(name, before.get(name))}, but this command "
+                    f"has {now.get(name)}. Leave it out, or start a new run in another folder."
                 )
 
     @property
@@ -234,11 +234,14 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    with part.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # Otherwise a crash of the machine may leave an empty file under the new name.
-    os.replace(part, path)
+    try:
+        with part.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # Otherwise a crash of the machine may leave an empty file under the new name.
+        os.replace(part, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # Errors of writing name no file.
 
 
 def _next_number(parent: Path) -> Path:

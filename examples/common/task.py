@@ -19,7 +19,7 @@ import mpjax
 from examples.common import training
 from examples.common.checkpoints import Checkpoints, Restored
 from examples.common.cli import SkippedFiles, UsageError, say
-from examples.common.config import RunConfig
+from examples.common.config import BUILD, RunConfig
 from examples.common.flags import names_stored
 from examples.common.run_folder import RunFolder, check_identity
 from examples.common.training import DataParallel, Model, Sums, Training, TrainState, Variables
@@ -64,6 +64,8 @@ class Task(abc.ABC):
         self.config, self.parallel, self.data = config, parallel, data
         self.policy, self.epochs, self.batch_size = config.policy, config.preset.epochs, config.preset.batch_size
         self._executables: dict[Any, Callable[..., Any]] = {}
+        if config.action in BUILD:  # A test pads its batches.
+            parallel.check(self.batch_size)
 
     # Defined by each script.
 

@@ -337,6 +337,10 @@ class DataParallel:
                 f"{self.count}, or fewer --devices."
             )
 
+    def filled(self, size: int) -> int:
+        """The smallest batch of at least `size` that can be split evenly."""
+        return -(-size // self.count) * self.count
+
     def put(self, batch: T) -> T:
         """Puts a batch on its devices."""
         return jax.device_put(batch, self.sharded)

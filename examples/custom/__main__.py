@@ -64,6 +64,7 @@ class CustomTask(Task):
     def __init__(self, config: Config, parallel: DataParallel, data: tuple[Batch, Batch]) -> None:
         super().__init__(config, parallel, data)
         self._train, self._test = data
+        self.check_batch_size("the breast cancer data", len(self._train.labels))
         self.steps, self.test_count = len(self._train.labels) // self.batch_size, len(self._test.labels)
 
     @classmethod

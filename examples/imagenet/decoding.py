@@ -100,9 +100,10 @@ def _decode_smaller(file: Image.Image, full: tuple[int, int], crop: Crop, orient
 
 
 def _orientation(file: Image.Image) -> int:
-    # Invalid EXIF data should not make the image unusable.
+    # Invalid EXIF data should not make the image unusable, nor turn it: Pillow knows the orientations 1 to 8.
     with contextlib.suppress(*_PILLOW_ERRORS, UserWarning):
-        return int(file.getexif().get(_ORIENTATION, 1))
+        found = int(file.getexif().get(_ORIENTATION, 1))
+        return found if found in range(1, 9) else 1
     return 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,11 +50,10 @@ class ImageData(Task):
         if data.train is not None:
             self.check_batch_size(data.train.name, len(data.train))
             self.steps = len(data.train) // self.batch_size
-        parallel.check(self.batch_size)
         if data.test is not None:
             # A test set smaller than a batch is not padded to a full batch.
             self.test_count = len(data.test)
-            self.test_batch_size = min(self.batch_size, -(-self.test_count // parallel.count) * parallel.count)
+            self.test_batch_size = parallel.filled(min(self.batch_size, self.test_count))
         self.title = f"{config.model_name} on {known.name if known else 'images'}, policy {config.policy}"
         self._stream: Any = None
 
@@ -88,7 +88,7 @@ class ImageData(Task):
         config, classes = self.config, self.about.classes
         readable, unreadable = each_readable(config.images, self._read, "--images")
         images: Dataset = Files(self.about, readable) if config.images else self.test_set
-        size = -(-min(self.batch_size, len(images)) // self.parallel.count) * self.parallel.count
+        size = self.parallel.filled(min(self.batch_size, len(images)))
         weights, predictions = cast_to_policy(self, variables), list[dict[str, Any]]()
         with evaluation_batches(images, size, **self.loading()) as batches:
             for start, batch in zip(itertools.count(0, size), batches, strict=False):
@@ -172,6 +172,9 @@ def open_data(config: Config, about: Description | None = None) -> Data:
     train, test = _open(config, ["train", "val"])
     if len(train.classes) < 2:
         raise UsageError(f"{train.name} has one class, {train.classes[0]!r}: there is nothing to learn; add another.")
+    if 2 * len(train.classes) > len(train):
+        found = f"{train.name}: {len(train.classes)} classes for {len(train)} images"
+        print(f"{found}: are the labels captions? --label-field names the field of shards.", file=sys.stderr)
     return Data(train.description, train, test)
 
 

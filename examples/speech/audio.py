@@ -23,6 +23,8 @@ _STREAMED = 0x7FFF_0000
 
 
 File = Path | Entry
+# Beyond these, in Hz, a header is damaged, and resampling would take any amount of memory.
+RATES = 4_000, 400_000
 
 
 def audio_length(path: File) -> int:
@@ -70,10 +72,56 @@ def _open(path: File) -> soundfile.SoundFile:
     if cut and int(cut[1]) < _STREAMED:
         file.close()
         raise UnusableFileError(f"damaged: cut short, {cut[2]} bytes of audio but its header says {cut[1]}")
-    if file.frames <= 0:
+    problem = "it holds no samples" if file.frames <= 0 else _rate_or_length_problem(file, path)
+    if problem:
         file.close()
-        raise UnusableFileError("it holds no samples")
+        raise UnusableFileError(problem)
     return file
+
+
+def _rate_or_length_problem(file: soundfile.SoundFile, path: File) -> str | None:
+    """What is wrong with the sample rate or the length in the header, as far as the file itself can tell."""
+    if not RATES[0] <= file.samplerate <= RATES[1]:
+        return f"its sample rate of {file.samplerate} Hz is not plausible"
+    if file.format == "OGG" and (streams := len(_OGG_STREAM.findall(path.read_bytes()))) > 1:
+        return f"it holds {streams} streams, of which only the first would be read"
+    if file.format in ("MP3", "MPEG"):
+        samples = mp3_samples(path.read_bytes())
+        if abs(samples - file.frames) > _MP3_PADDING:
+            there, said = samples / file.samplerate, file.frames / file.samplerate
+            return f"it holds {there:.1f} s but its header says {said:.1f} s: joined files, or no Xing header"
+    return None
+
+
+# A page that begins a stream of an Ogg file: its flags have bit 2.
+_OGG_STREAM = re.compile(rb"OggS\0[\x02\x03\x06\x07]")
+# Bits per second by index, in thousands, and samples per second: of MPEG 1 layer III, and of MPEG 2 and 2.5.
+_MP3_BITS = (
+    (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
+    (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
+)
+_MP3_RATES = {3: (44100, 48000, 32000), 2: (22050, 24000, 16000), 0: (11025, 12000, 8000)}
+_MP3_PADDING = 6 * 1152  # encoders add silence at both ends, which decoders remove
+
+
+def mp3_samples(data: bytes) -> int:
+    """The number of samples in the frames of an MP3 file, which its header may not tell.
+
+    Source: ISO/IEC 11172-3, section 2.4.1.3, and 13818-3.
+    """
+    samples, at = 0, 0
+    if data.startswith(b"ID3"):  # A tag may hold a picture. Its size has seven bits a byte.
+        at = 10 + int("".join(f"{byte:07b}" for byte in data[6:10]), 2)
+    while (at := data.find(b"\xff", at)) >= 0 and at + 4 <= len(data):
+        one, two = data[at + 1], data[at + 2]
+        version, layer, bits, rate = one >> 3 & 3, one >> 1 & 3, two >> 4, two >> 2 & 3
+        if one < 0xE0 or layer != 1 or version == 1 or rate == 3 or bits in (0, 15):
+            at += 1
+            continue
+        frame = 1152 if version == 3 else 576
+        samples += frame
+        at += frame // 8 * _MP3_BITS[version != 3][bits] * 1000 // _MP3_RATES[version][rate] + (two >> 1 & 1)
+    return samples
 
 
 def resample(samples: np.ndarray, up: int, down: int) -> np.ndarray:

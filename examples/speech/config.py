@@ -72,10 +72,10 @@ class Config(RunConfig):
     test_data: Path | None = DATA(None, "test speech, in a format of --train-data")
     audio_field: str | None = DATA(None, "field of the audio in shards (default: any usual name)")
     text_field: str | None = DATA(None, "field of the transcript in shards (default: any usual name)")
-    alphabet: Path | None = DATA(
-        None, "file with one character per line (default: space, a to z, ')", uses=BUILD, stored="free"
-    )
+    alphabet: Path | None = DATA(None, "file with one character per line (default: space, a to z, ')", uses=BUILD)
     cache_dir: Path = DATA(DEFAULT_CACHE, "folder for the corpus synthesised by espeak-ng")
+    drop_characters: str = DATA("", "characters to leave out of the transcripts, such as '.,?!'")
+    max_seconds: Positive = DATA(60.0, "longest utterance; longer ones are skipped, since batches pad to the longest")
     max_skipped: Share = DATA(0.01, "largest share of the utterances that may be skipped as unusable")
 
     hidden: Count = MODEL(128, "units of dense layers and of each direction of the recurrent layer (DeepSpeech: 2048)")

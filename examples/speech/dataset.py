@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +37,7 @@ class Speech:
         utterances: The entries of the manifest.
         alphabet: Alphabet of the transcripts.
         max_skipped: Share of the utterances that may be skipped.
+        max_seconds: Longest utterance; longer ones are skipped.
 
     Attributes:
         paths: Paths of the audio files.
@@ -48,13 +50,20 @@ class Speech:
         UsageError: Transcripts have characters that are not in the alphabet, or too many files are unusable.
     """
 
-    def __init__(self, name: str, utterances: Sequence[Utterance], alphabet: Alphabet, max_skipped: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        utterances: Sequence[Utterance],
+        alphabet: Alphabet,
+        max_skipped: float,
+        max_seconds: float = math.inf,
+    ) -> None:
         self.name, self.alphabet = name, alphabet
         self.skipped = SkippedFiles(len(utterances), max_skipped, "--max-skipped")
         _check_characters(name, utterances, alphabet)
-        kept = []
+        kept, length = [], functools.partial(_length, max_seconds)
         with ThreadPoolExecutor() as executor:
-            for utterance, found in zip(utterances, executor.map(_length, utterances), strict=True):
+            for utterance, found in zip(utterances, executor.map(length, utterances), strict=True):
                 # Not in the threads, so that messages are in the order of the manifest.
                 if isinstance(found, UnusableFileError):
                     self.skipped.add(str(utterance.path), str(found))
@@ -131,13 +140,16 @@ def _portable_names(paths: Sequence[File]) -> list[str]:
     return [os.path.relpath(x, root) if isinstance(x, Path) else x.records.name(x.number) for x in paths]
 
 
-def _length(utterance: Utterance) -> int | UnusableFileError:
+def _length(max_seconds: float, utterance: Utterance) -> int | UnusableFileError:
     if not utterance.transcript:
         return UnusableFileError("its transcript is empty")
     try:
-        return audio_length(utterance.path)
+        samples = audio_length(utterance.path)
     except UnusableFileError as error:
         return error
+    if samples > max_seconds * SAMPLE_RATE:
+        return UnusableFileError(f"its {samples / SAMPLE_RATE:.0f} s are more than --max-seconds {max_seconds:g}")
+    return samples
 
 
 def frames_needed(labels: np.ndarray) -> int:
@@ -153,7 +165,8 @@ def _check_characters(name: str, utterances: Sequence[Utterance], alphabet: Alph
     raise UsageError(
         f"{name!r}: transcripts have characters that are not in the alphabet: {listing(sorted(unknown), 20)}, first in "
         f"{first.transcript!r} of {str(first.path)!r}. Give an alphabet that has them (--alphabet FILE, one character "
-        f"per line), or change the transcripts (lower case, numbers as words) to {alphabet.characters!r}."
+        f"per line), leave them out (--drop-characters), or change the transcripts (lower case, numbers as words) to "
+        f"{alphabet.characters!r}."
     )
 
 
@@ -185,7 +198,7 @@ class Alphabet:
             UsageError: The file cannot be read, or a line is not a single character or repeats one.
         """
         try:
-            lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+            lines = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
             raise UsageError(f"alphabet {str(path)!r} cannot be read: {reason}.") from error
@@ -229,6 +242,8 @@ def open_speech(
     max_skipped: float = 0.01,
     audio_field: str | None = None,
     text_field: str | None = None,
+    drop: str = "",
+    max_seconds: float = math.inf,
 ) -> Speech:
     """Opens CSV files (Mozilla's), a TSV file (Common Voice's), a folder (LibriSpeech's), or shards.
 
@@ -237,6 +252,8 @@ def open_speech(
         alphabet: Alphabet of the transcripts; by default English.
         max_skipped: Share of the utterances that may be skipped as unusable.
         audio_field, text_field: Names of the fields in shards, if they are not the usual ones.
+        drop: Characters to leave out of the transcripts.
+        max_seconds: Longest utterance; longer ones are skipped.
 
     Raises:
         UsageError: The path is none of these, is empty, or is unusable.
@@ -256,7 +273,10 @@ def open_speech(
             f"there is no {str(path)!r}; give a CSV file with columns wav_filename,wav_filesize,transcript, the "
             "folder of a LibriSpeech tree, or shards (*.tfrecord, *.array_record, *.tar, a saved Hugging Face dataset)."
         )
-    return Speech(str(path), utterances, alphabet or Alphabet(), max_skipped)
+    if drop:
+        without = str.maketrans("", "", drop)
+        utterances = [Utterance(file, " ".join(text.translate(without).split())) for file, text in utterances]
+    return Speech(str(path), utterances, alphabet or Alphabet(), max_skipped, max_seconds)
 
 
 def read_records(records: Records, audio_field: str | None = None, text_field: str | None = None) -> list[Utterance]:

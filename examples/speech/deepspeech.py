@@ -17,7 +17,6 @@ from jax.typing import ArrayLike
 from examples.speech.config import Config
 from examples.speech.features import MELS
 
-
 # A masked or silent frame is exactly zero, and so is its variance: each norm multiplies the frame's gradient by
 # 1/sqrt(epsilon), three in a row by 10^9 with Flax's 1e-6.
 _EPSILON = 1e-2

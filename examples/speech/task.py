@@ -41,7 +41,9 @@ def open_sets(config: Config, alphabet: Alphabet, splits: Sequence[str] = ("trai
     for split in splits:
         if (path := paths[split]) is None:
             continue
-        speech = sets[split] = open_speech(path, alphabet, config.max_skipped, config.audio_field, config.text_field)
+        fields = config.audio_field, config.text_field
+        limits: dict[str, Any] = {"drop": config.drop_characters, "max_seconds": config.max_seconds}
+        speech = sets[split] = open_speech(path, alphabet, config.max_skipped, *fields, **limits)
         speech.keep_decodable(config.output_frames, config.perturbation.fastest if split == "train" else 1.0)
     return Data(alphabet, **sets)
 
@@ -66,8 +68,6 @@ class SpeechData(Task):
             self.check_batch_size(data.train.name, len(data.train))
             self._buckets = Buckets(data.train, self.batch_size, config.buckets, config.perturbation, config.threads)
             self.steps = self._buckets.steps
-        if not config.infer:
-            parallel.check(self.batch_size)
         self._test, self._dev = (None if x is None else Tester(config, x, parallel) for x in (data.test, dev))
         self.test_count = 0 if data.test is None else len(data.test)
         self.prefix = "dev_" if dev else ""

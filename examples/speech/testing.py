@@ -29,7 +29,7 @@ class Tester:
     def __init__(self, config: Config, speech: Speech, parallel: DataParallel) -> None:
         self._config, self._speech, self._parallel = config, speech, parallel
         # A small set is not padded to a full batch.
-        batch_size = -(-min(config.preset.batch_size, len(speech)) // parallel.count) * parallel.count
+        batch_size = parallel.filled(min(config.preset.batch_size, len(speech)))
         self._buckets = Buckets(speech, batch_size, config.buckets, workers=config.threads)
         self._steps: dict[Any, Any] = {}
 

@@ -19,7 +19,9 @@ from examples.common import records
 from examples.common.cli import UsageError
 from examples.common.records import example_type
 from examples.imagenet import image_folder
+from examples.imagenet.config import Config
 from examples.imagenet.image_folder import ImageFolder, open_image_folder, open_image_records
+from examples.imagenet.task import open_data
 from examples.speech.dataset import open_speech
 from tests.examples.imagenet.image_tree import CLASSES
 
@@ -151,6 +153,14 @@ def test_labels_without_names_are_classes_of_their_own(kind, photos, tmp_path):
     np.testing.assert_array_equal(train.load(np.arange(12), None).labels, [0] * 6 + [1] * 6)
 
 
+def test_captions_as_classes_are_warned_of(photos, tmp_path, capsys):
+    rows = rows_of(opened(photos)[0], "jpg", "txt")
+    rows = [row | {"txt": f"caption {number}"} for number, row in enumerate(rows)]
+    FORMATS["webdataset"][0](tmp_path, {"train": rows, "val": rows})
+    open_data(Config(data_dir=tmp_path, image_size=16))
+    assert "12 classes for 12 images: are the labels captions? --label-field" in capsys.readouterr().err
+
+
 def test_test_set_without_some_classes_uses_those_of_the_model(photos, tmp_path):
     rows = rows_of(opened(photos)[1], "jpg", "cls")
     names = [row | {"cls": CLASSES[row["cls"]]} for row in rows]
@@ -242,6 +252,16 @@ def test_speech_in_shards_equals_what_was_written(kind, tmp_path):
     assert [reason.split(":")[0] for reason in speech.skipped.reasons.values()] == ["not readable as audio"]
     identity = speech.identity
     assert open_speech((tmp_path / "data").rename(tmp_path / "moved"), max_skipped=0.5).identity == identity
+
+
+def test_a_tar_that_repeats_a_name_is_an_error(tmp_path):
+    with tarfile.open(tmp_path / "train.tar", "w") as tar:
+        for content in (b"one", b"other"):
+            member = tarfile.TarInfo("image.jpg")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    with pytest.raises(UsageError, match=r"holds 'image\.jpg' twice"):
+        open_image_records(tmp_path, ["train"])
 
 
 @pytest.mark.parametrize("labels", [[1, 2], [0, 2], [-1, 0]])

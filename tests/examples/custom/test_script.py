@@ -10,6 +10,7 @@ import pytest
 from examples.common.run_folder import RunFolder
 from examples.common.training import DataParallel
 from examples.custom.__main__ import Config, CustomTask, main
+from tests.examples.errors import line_of_error
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
 
@@ -22,6 +23,12 @@ def trained(stored_programs, tmp_path_factory):
     output = tmp_path_factory.mktemp("runs") / "run"
     assert main([*FLAGS, "--output", str(output), "--export", "bfloat16"]) == 0
     return output
+
+
+def test_batches_that_do_not_fit_are_refused(capsys):
+    error = line_of_error(main, ["--batch-size", "33"], capsys)
+    assert "--batch-size 33 cannot be divided among 4 devices; use a multiple of 4" in error
+    assert "--batch-size 428 is larger than the data" in line_of_error(main, ["--batch-size", "428"], capsys)
 
 
 def test_custom_task_learns_and_exports(trained):

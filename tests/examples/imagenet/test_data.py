@@ -15,7 +15,7 @@ from PIL import Image
 from examples.common.cli import UsageError
 from examples.imagenet import decoding
 from examples.imagenet.data import Augmentation, Batch, Dataset, Digits, Mnist, evaluation_batches, train_batches
-from examples.imagenet.decoding import Crop, View, middle_box, random_box
+from examples.imagenet.decoding import Crop, View, middle_box, random_box, read_crop
 from examples.imagenet.image_folder import ImageFolder, open_image_folder
 from tests.examples.imagenet.image_tree import CLASSES, cat
 
@@ -319,3 +319,16 @@ def test_images_have_an_identity_that_their_folder_is_no_part_of(own_photos):
     assert opened(moved)[0].identity != identity
     (moved / "train" / "flower" / "broken.jpg").unlink()
     assert opened(moved)[0].identity.startswith("12 images")
+
+
+@pytest.mark.parametrize("orientation", [0, 9, 300])
+def test_an_unknown_orientation_turns_nothing(orientation, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    plain, turned = tmp_path / "plain.png", tmp_path / "turned.png"
+    cat().save(plain)
+    cat().save(turned, exif=exif)
+    boxes = []
+    choose = lambda full: boxes.append(full) or View().of_test(full, (16, 16))
+    np.testing.assert_array_equal(read_crop(str(plain), choose), read_crop(str(turned), choose))
+    assert boxes == [(451, 300)] * 2

@@ -34,3 +34,5 @@ def test_indivisible_batches_are_refused():
         DataParallel().check(30)
     with pytest.raises(UsageError, match="--devices 5"):
         DataParallel(5)
+    # A model that was trained in any batches is tested in full ones.
+    assert digits_task(4, batch_size=1, mode="evaluate", output=".").test_batch_size == 4

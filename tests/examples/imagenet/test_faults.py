@@ -204,7 +204,16 @@ def diverging(monkeypatch):
 def test_fixed_loss_scale_that_skips_everything_is_an_error(diverging, tmp_path, capsys):
     error = error_of(digit_flags(tmp_path / "run", "--policy", "float32", "--epochs", "1"), capsys)
     assert "all 3 steps of epoch 1 were skipped" in error
-    assert "at the fixed loss scale 1. Give a smaller --loss-scale" in error
+    assert "at the fixed loss scale 1. Give a lower --learning-rate" in error
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")  # As by `write`, which names no file.
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl"):
+        RunFolder(tmp_path).write_metrics([])
 
 
 def test_diverged_training_is_reported_in_one_line(diverging, tmp_path, monkeypatch, capsys):

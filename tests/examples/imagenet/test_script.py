@@ -173,7 +173,7 @@ def test_photos_train_and_unreadable_ones_are_named_and_counted(own_photos, tmp_
         (["--policy", "mixed_float17"], "'mixed_float17'"),
         (["--policy", "mixed_float8"], "layers have no float8 matmuls; add --amp autocast"),
         (["--policy", "O2", "--amp", "autocast"], "--amp autocast keeps the parameters in float32"),
-        (["--batch-size", "97"], "--batch-size 97 is larger than the data: digits has 96"),
+        (["--batch-size", "100"], "--batch-size 100 is larger than the data: digits has 96"),
         (["--batch-size", "0"], "--batch-size 0"),
         (["--epochs", "-1"], "--epochs -1"),
         (["--learning-rate", "nan"], "--learning-rate nan"),

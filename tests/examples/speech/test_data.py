@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,8 @@ import scipy.signal
 import soundfile
 
 import mpjax
-from examples.common.cli import UsageError
-from examples.speech.audio import read_audio
+from examples.common.cli import UnusableFileError, UsageError
+from examples.speech.audio import audio_length, read_audio
 from examples.speech.batching import Buckets
 from examples.speech.corpus import make_corpus
 from examples.speech.dataset import Alphabet, open_speech, read_csv
@@ -380,3 +381,52 @@ def test_every_utterance_is_evaluated_once(speech, batch_size):
     assert sum(batch.audio.shape[1] == buckets.shapes[0].samples for batch in batches) == short // batch_size
     lengths = np.concatenate([batch.audio_lengths[batch.weights > 0] for batch in batches])
     np.testing.assert_array_equal(lengths, speech.samples[counted])
+
+
+@pytest.mark.parametrize("rate", [8000, 16_000, 44_100])
+def test_joined_and_headerless_files_are_refused_not_cut(rate, tmp_path):
+    """Of these, libsndfile reads the first part alone, without an error."""
+    loud = np.random.default_rng(0).normal(0, 0.2, 3 * rate)
+    samples = np.concatenate([np.sin(np.arange(2 * rate) / 20) / 3, loud])
+    for kind in ("mp3", "ogg"):
+        soundfile.write(tmp_path / f"one.{kind}", samples, rate)
+        assert audio_length(tmp_path / f"one.{kind}") == pytest.approx(80_000, abs=1)
+        content = (tmp_path / f"one.{kind}").read_bytes()
+        (tmp_path / f"two.{kind}").write_bytes(2 * content)
+        for read in (audio_length, read_audio):
+            with pytest.raises(UnusableFileError, match=r"it holds (2 streams|10\.. s but its header says 5\.0 s)"):
+                read(tmp_path / f"two.{kind}")
+    content = (tmp_path / "one.mp3").read_bytes()
+    second = content.index(content[:2], content.index(b"Xing"))
+    (tmp_path / "bare.mp3").write_bytes(content[second:])
+    with pytest.raises(UnusableFileError, match=r"it holds 5\.. s but its header says [0-4]\.. s"):
+        audio_length(tmp_path / "bare.mp3")
+    (tmp_path / "tagged.mp3").write_bytes(b"ID3\4\0\0" + bytes([0, 0, 0, 8]) + b"\xff\xfb\x90\0" * 2 + content)
+    assert audio_length(tmp_path / "tagged.mp3") == pytest.approx(80_000, abs=1)
+
+
+def test_implausible_rates_and_lengths_are_skipped_by_name(tmp_path):
+    lines = ["wav_filename,wav_filesize,transcript"]
+    for name, rate, seconds in (("one", 16_000, 1), ("long", 16_000, 9), ("slow", 10, 1), ("two", 8000, 1)):
+        soundfile.write(tmp_path / f"{name}.wav", np.full(rate * seconds, 0.1), rate)
+        lines.append(f"{name}.wav,0,{name}")
+    (tmp_path / "all.csv").write_text("\n".join(lines))
+    speech = open_speech(tmp_path / "all.csv", max_skipped=0.5, max_seconds=5)
+    assert speech.transcripts == ["one", "two"]
+    reasons = {Path(name).stem: reason for name, reason in speech.skipped.reasons.items()}
+    assert reasons["long"] == "its 9 s are more than --max-seconds 5"
+    assert reasons["slow"] == "its sample rate of 10 Hz is not plausible"
+
+
+def test_characters_can_be_left_out_of_transcripts(tmp_path):
+    soundfile.write(tmp_path / "a.wav", np.full(16_000, 0.1), 16_000)
+    row = 'a.wav,0,"well - it\'s ""so"", no?"'
+    (tmp_path / "all.csv").write_text(f"wav_filename,wav_filesize,transcript\n{row}\n")
+    with pytest.raises(UsageError, match=r"leave them out \(--drop-characters\)"):
+        open_speech(tmp_path / "all.csv")
+    assert open_speech(tmp_path / "all.csv", drop='-,?"').transcripts == ["well it's so no"]
+
+
+def test_an_alphabet_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "alphabet.txt").write_text("a\nb\n", encoding="utf-8-sig")
+    assert Alphabet.read(tmp_path / "alphabet.txt").characters == "ab"

@@ -168,7 +168,7 @@ def test_benchmark_reports_latencies_and_audio_hours(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "quoted"),
     [
-        (["--batch-size", "9"], "--batch-size 9 is larger than the data"),
+        (["--batch-size", "12"], "--batch-size 12 is larger than the data"),
         (["--dropout", "1"], "--dropout 1.0"),
         (["--infer", "x.wav"], "--infer needs a trained model"),
         (["--mode", "training_benchmark", "--longest", "0.01"], "--longest 0.01"),
