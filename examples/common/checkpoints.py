@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
-from examples.common.cli import UsageError, disk_problem, one_line, say
+from examples.common.cli import UsageError, disk_problem, one_line, process_id, say
+from examples.common.processes import gather
 
 Restored = tuple[Any, dict[str, Any]]  # a state and its position
 
@@ -38,7 +39,14 @@ class Checkpoints:
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
-        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True, cleanup_tmp_directories=self._clean)
+        # Of its own, or the processes would mistake a write here for one of the best epoch's at the same time.
+        barriers = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=self._folder.name)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._keep,
+            create=True,
+            cleanup_tmp_directories=self._clean,
+            multiprocessing_options=barriers,
+        )
         try:
             return ocp.CheckpointManager(self._folder, options=options)
         except OSError as error:
@@ -143,11 +151,13 @@ class Checkpoints:
         if not steps:
             return
         self._manager.close()
+        gather(None)  # All have closed it,
         aside = self._folder.with_name(f"{self._folder.name}_set_aside")
-        aside.mkdir(exist_ok=True)
-        for step in steps:
+        for step in steps if process_id() == 0 else ():
+            aside.mkdir(exist_ok=True)
             number = sum(path.name.startswith(f"{step}-") for path in aside.iterdir())
             os.replace(self._folder / str(step), aside / f"{step}-{number}")
+        gather(None)  # and none opens it before the first has moved them.
         say(f"checkpoints of later steps ({', '.join(map(str, steps))}) are now in {aside}")
         self._manager = self._open()
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from jax._src import distributed
 from tqdm import tqdm
 
 # Messages of the operating system, which TensorStore wraps in its own errors.
@@ -32,10 +33,16 @@ def fail(program: str, error: Exception) -> NoReturn:
     raise SystemExit(2)
 
 
+def process_id() -> int:
+    """The number of this process in its training: 0 prints and writes files. Unlike JAX's own, it starts no devices."""
+    return distributed.global_state.process_id
+
+
 def say(text: str) -> None:
-    """Prints above a progress bar."""
-    tqdm.write(text)
-    sys.stdout.flush()
+    """Prints above a progress bar, once for all processes."""
+    if process_id() == 0:
+        tqdm.write(text)
+        sys.stdout.flush()
 
 
 def one_line(error: BaseException, limit: int | None = None) -> str:

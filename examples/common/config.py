@@ -37,6 +37,7 @@ TRAINING = Group("training", TRAIN, stored="fixed")
 RUNNING = Group("checkpoints and logs", TRAIN, stored="running")
 BENCHMARK = Group("benchmarks", BENCHMARKS)
 DEVICES = Group("devices and workers", stored="running")
+PROCESSES = Group("several processes")
 
 # The precision may change at any checkpoint.
 PRECISION_FLAGS = ("policy", "amp", "loss_scale")
@@ -119,6 +120,10 @@ class RunConfig(abc.ABC):
     workers: flags.Count | None = DEVICES(
         None, "number of threads that load data (default: one per core)", uses=(*TRAIN, *USE)
     )
+
+    coordinator: str | None = PROCESSES(None, "HOST:PORT of process 0; Slurm and others are detected")
+    num_processes: flags.Count | None = PROCESSES(None, "number of processes; 1 if each is meant to train alone")
+    process_id: flags.Natural | None = PROCESSES(None, "number of this process, from 0")
 
     def __post_init__(self) -> None:
         flags.check_ranges(self)

@@ -19,9 +19,10 @@ from tqdm import tqdm
 
 import mpjax
 from examples.common.checkpoints import Checkpoints
-from examples.common.cli import UsageError, say
+from examples.common.cli import UsageError, one_line, process_id, say
 from examples.common.config import RunConfig
 from examples.common.flags import names_stored
+from examples.common.processes import Agreement, gather, raise_first, together
 from examples.common.run_folder import RunFolder, write_json
 from examples.common.task import Task
 from examples.common.training import means
@@ -30,6 +31,9 @@ from perf.environment import versions
 # Largest number of consecutive skipped steps that `mpjax.check_progress` accepts.
 _MAX_SKIPS = 50
 
+
+# What a process may ask of all at the next step; the largest number wins.
+_SAVE, _SIGNAL, _FAILURE = 1, 100, 1000
 
 ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 
@@ -68,10 +72,9 @@ class Interrupted(Exception):
         exit_code: The exit code for the process.
     """
 
-    def __init__(self, interruption: Interruption, output: Path, step: int) -> None:
-        assert interruption.signal is not None
-        super().__init__(f"stopped by {interruption.signal.name} after step {step}")
-        self.output, self.exit_code = output, 128 + interruption.signal  # as shells report it
+    def __init__(self, number: signal.Signals, output: Path, step: int) -> None:
+        super().__init__(f"stopped by {number.name} after step {step}")
+        self.output, self.exit_code = output, 128 + number  # as shells report it
 
 
 def open_folder(config: RunConfig, kind: str = "") -> RunFolder:
@@ -84,9 +87,17 @@ def open_folder(config: RunConfig, kind: str = "") -> RunFolder:
     Raises:
         UsageError: The folder is not empty or, with --resume, holds no run or another run, or another process uses it.
     """
-    if config.resume and config.output is not None:
-        return RunFolder.reopen(config.output, config.settings(), names_stored(config, "free", "running"))
-    return RunFolder.create(config.output, Path(f"runs/{config.script}{kind}"), config.settings())
+
+    def opened() -> RunFolder | None:
+        if process_id():
+            return None
+        if config.resume and config.output is not None:
+            return RunFolder.reopen(config.output, config.settings(), names_stored(config, "free", "running"))
+        return RunFolder.create(config.output, Path(f"runs/{config.script}{kind}"), config.settings())
+
+    folder = together(opened)  # The first process locks it.
+    path, *_ = gather(folder and str(folder.path.absolute()))
+    return folder or RunFolder(Path(path))
 
 
 def train(task: Task, folder: RunFolder) -> dict[str, Any]:
@@ -115,6 +126,8 @@ class _Run:
         self.epoch, self.batch = 0, 0
         self.items, self.seconds = 0, 0.0
         self.saved = time.monotonic()
+        self.agreement = Agreement()
+        self.failure: str | None = None  # of the data
         self.outputs: tuple[int, Any] | None = None  # step and outputs to log next
 
     def finish(self) -> dict[str, Any]:
@@ -124,14 +137,16 @@ class _Run:
             self.state = task.start_state()
         self.folder.begin(self.config.settings(), task.description(), self.lines)
         step = int(self.state.step)  # later events are of an interrupted run: TensorBoard drops them
-        writer = SummaryWriter(str(self.folder.path / "tensorboard"), purge_step=step + 1 if step else None)
-        self.writer = self.stack.enter_context(writer)
+        if process_id() == 0:
+            writer = SummaryWriter(str(self.folder.path / "tensorboard"), purge_step=step + 1 if step else None)
+            self.writer = self.stack.enter_context(writer)
         started = time.perf_counter()
         say(task.headline())
         task.compile()
         say(f"compiled in {time.perf_counter() - started:.1f} s; output in {self.folder.path}")
         done, quiet = self.epoch * task.steps + self.batch, not sys.stderr.isatty()
-        bar = tqdm(total=task.epochs * task.steps, initial=done, dynamic_ncols=True, mininterval=10 if quiet else 0.1)
+        pace: dict[str, Any] = {"mininterval": 10 if quiet else 0.1, "disable": process_id() > 0}
+        bar = tqdm(total=task.epochs * task.steps, initial=done, dynamic_ncols=True, **pace)
         self.bar = self.stack.enter_context(bar)
         while self.epoch < task.epochs and not self._patience_exhausted():
             line = self._train_epoch()
@@ -186,11 +201,25 @@ class _Run:
         }
 
     def _batches(self) -> Iterator[Any]:
+        """The batches of the epoch, each read one step ahead, so that no process starts a step that another can't."""
+        source = iter(self.task.batches(self.epoch, self.batch))
+        batch = self._read(source)
+        if any(gather(self.failure)):
+            self._save()  # The data are at fault, not the training, so the state is worth saving.
+            raise_first(self.failure)
+        while batch is not None:
+            ahead = self._read(source)
+            yield batch
+            batch = ahead
+        if self.failure is not None:
+            self._save_or_stop()
+
+    def _read(self, source: Iterator[Any]) -> Any:
         try:
-            yield from self.task.batches(self.epoch, self.batch)
-        except UsageError:
-            self._save()  # the data are at fault, not the training, so the state is worth saving
-            raise
+            return next(source, None)
+        except UsageError as error:
+            self.failure = one_line(error)
+            return None
 
     def _log_step(self, outputs: tuple[int, Any] | None) -> None:
         """Logs the previous step, whose results are already computed, so that the device does not wait."""
@@ -209,6 +238,8 @@ class _Run:
 
     def _write_scalars(self, line: dict[str, Any], prefix: str) -> None:
         """Sends the finite numbers of a line to TensorBoard."""
+        if process_id():
+            return
         for name, value in line.items():
             if name not in ("epoch", "step") and isinstance(value, int | float) and math.isfinite(value):
                 self.writer.add_scalar(prefix + name, value, line["step"])
@@ -242,12 +273,22 @@ class _Run:
         return True
 
     def _save_or_stop(self) -> None:
-        """Called between steps. Saves a checkpoint if one is due, and raises `Interrupted` after a signal."""
-        interrupted = self.interruption.signal is not None
-        if interrupted or time.monotonic() - self.saved > self.config.save_every:
+        """Called between steps. Saves a checkpoint if one is due, and raises `Interrupted` after a signal.
+
+        All processes do so at the same step, whichever has received the signal, or can't read its data.
+        """
+        wanted = 0
+        if process_id() == 0 and time.monotonic() - self.saved > self.config.save_every:
+            wanted, self.saved = _SAVE, time.monotonic()
+        if self.interruption.signal is not None:
+            wanted = _SIGNAL + self.interruption.signal
+        decided = self.agreement(wanted if self.failure is None else _FAILURE)
+        if decided:
             self._save()
-        if interrupted:
-            raise Interrupted(self.interruption, self.folder.path, int(self.state.step))
+        if decided == _FAILURE:
+            raise_first(self.failure)
+        if decided > _SIGNAL:
+            raise Interrupted(signal.Signals(decided - _SIGNAL), self.folder.path, int(self.state.step))
 
     def _check_progress(self) -> None:
         scaling = self.state.opt_state

@@ -7,8 +7,8 @@ import itertools
 import shlex
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,21 @@ import numpy as np
 
 import mpjax
 from examples.common.checkpoints import newest_position
-from examples.common.cli import UsageError, disk_problem, fail, say
+from examples.common.cli import UsageError, disk_problem, fail, process_id, say
 from examples.common.config import INSPECT, PRECISION_FLAGS, RunConfig
 from examples.common.flags import names_stored, parse
 from examples.common.loop import Interrupted, open_folder, parameter_count, train
+from examples.common.processes import (
+    SharedError,
+    end_without,
+    gather,
+    join,
+    leave,
+    leave_alone,
+    lost_peer,
+    several,
+    together,
+)
 from examples.common.run_folder import RunFolder, of_script, write_json
 from examples.common.task import Task, shape_of
 from examples.common.training import DataParallel, Variables, compile_step
@@ -63,7 +74,9 @@ def run(config: RunConfig, kind: type[Task]) -> dict[str, Any]:
 
 def task_maker(config: RunConfig, kind: type[Task]) -> MakeTask:
     """A function from flags to tasks on the same data, which are opened once, and the same devices."""
-    return partial(kind, parallel=DataParallel(config.devices, config.fsdp), data=kind.open(config))
+    data = together(lambda: kind.open(config))
+    parallel = together(lambda: DataParallel(config.devices, config.fsdp))
+    return lambda other: together(lambda: kind(other, parallel, data))
 
 
 def run_training(config: RunConfig, make: MakeTask) -> dict[str, Any]:
@@ -231,7 +244,7 @@ def open_model(config: RunConfig, kind: type[Task]) -> tuple[Task, Variables]:
     given = {name for name in config.given if getattr(config, name) is not None}
     without = ("mode", *PRECISION_FLAGS, *names_stored(config, "running"))
     trained = dataclasses.replace(config, **config.like(settings, config.weights or folder.path, given, without))
-    task = kind(trained, DataParallel(trained.devices), kind.open(trained, description))
+    task = together(lambda: kind(trained, DataParallel(trained.devices), kind.open(trained, description)))
     if config.weights is None:
         return task, task.run_variables(folder)
     like = jax.eval_shape(task.training.init, 0)
@@ -262,12 +275,14 @@ def export(task: Task, variables: Variables, folder: Path, dtype: str) -> dict[s
     source = _tested(task, "float32", variables)[name]
     path = folder / f"weights_{dtype}.safetensors"
     about = {"settings": task.config.settings(), "data": task.description(), "dtype": dtype}
-    write_weights(path, cast_weights(variables, dtype), about)
+    write_weights(path, task.parallel.get(cast_weights(variables, dtype)), about)
+    gather(None)  # All read what the first has written.
     written = task.parallel.replicate(file_variables(path, variables, "--export"))
     found = _tested(task, dtype, written)[name]
     if not sign * found >= sign * source - _TOLERANCE - 1 / task.test_count:
+        gather(None)
         path.unlink(missing_ok=True)
-        raise UsageError(
+        raise SharedError(
             f"--export {dtype}: {task.metric_name} {found:.2%}, but {source:.2%} for the float32 weights; the file "
             "was removed. Use another dtype."
         )
@@ -309,8 +324,12 @@ def main(kind: type[Task], arguments: Sequence[str] | None = None) -> int:
     program = f"python -m examples.{config_type.script}"
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        summary = run(parse(config_type, program, arguments, config_type.foreign), kind)
+        config = parse(config_type, program, arguments, config_type.foreign)
+        join(config, program)
+        summary = run(config, kind)
+        leave(failed=False)
     except Interrupted as interrupted:
+        leave(failed=False)
         # Print the whole command, with the folder if it was chosen automatically.
         given = any(word.replace("_", "-").startswith(("--output", "--results-dir")) for word in arguments)
         more = [] if given else ["--output", str(interrupted.output)]
@@ -322,7 +341,16 @@ def main(kind: type[Task], arguments: Sequence[str] | None = None) -> int:
         say("\nstopped by Ctrl-C; files already saved are kept")
         return 130  # as shells report it
     except Exception as error:
+        if lost_peer(error):
+            end_without(program)
+        shared = isinstance(error, SharedError)
+        leave(failed=not shared)
         usage_error = _as_usage_error(error)
+        if shared and process_id():
+            raise SystemExit(2) from error
+        if several() and not shared:  # The others have been told, and JAX would wait for them.
+            print(f"{program}: error: {error}" if usage_error else traceback.format_exc(), file=sys.stderr)
+            leave_alone(2 if usage_error else 1)
         if usage_error is None:
             raise
         fail(program, usage_error)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.common.checkpoints import newest_position
-from examples.common.cli import UsageError, one_line, say
+from examples.common.cli import UsageError, one_line, process_id, say
 from examples.common.flags import as_text
 
 
@@ -162,7 +162,8 @@ class RunFolder:
         write_json(self.path / "config.json", config)
         write_json(self.path / "data.json", description)
         self.write_metrics(lines)
-        (self.path / "summary.json").unlink(missing_ok=True)
+        if process_id() == 0:
+            (self.path / "summary.json").unlink(missing_ok=True)
 
     def write_metrics(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Writes the lines of the finished epochs, oldest first."""
@@ -232,9 +233,11 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if process_id():
+        return
     part = path.with_name(path.name + ".part")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("w") as file:
             file.write(text)
             file.flush()

@@ -21,6 +21,7 @@ from examples.common.checkpoints import Checkpoints, Restored
 from examples.common.cli import SkippedFiles, UsageError, say
 from examples.common.config import BUILD, RunConfig
 from examples.common.flags import names_stored
+from examples.common.processes import gather
 from examples.common.run_folder import RunFolder, check_identity
 from examples.common.training import DataParallel, Model, Sums, Training, TrainState, Variables
 from examples.common.weights import check_alike, file_variables
@@ -216,6 +217,8 @@ class Task(abc.ABC):
 
     def position(self) -> dict[str, Any]:
         """Further entries of a checkpoint's position, as JSON: all that a run knows about itself."""
+        for part in gather({name: sorted(files.reasons) for name, files in self.skipped().items()}):
+            self._count_skipped(part)  # Each process has met those of its rows.
         skipped = {name: sorted(files.reasons) for name, files in self.skipped().items()}
         known = {"settings": self.config.settings(), "description": self.description(), "identity": self.identity()}
         return {"precision": self.config.precision, "skipped": skipped, **known}
@@ -236,8 +239,7 @@ class Task(abc.ABC):
             return None
         state, position = restored
         self.check_identity(position)
-        for name, files in self.skipped().items():
-            files.reasons.update(dict.fromkeys(position["skipped"].get(name, ()), "before"))
+        self._count_skipped(position["skipped"])
         if position["precision"] == self.config.precision:
             return restored
         state = training.change_precision(state, self.initial_state(), self.training.policy)
@@ -247,6 +249,10 @@ class Task(abc.ABC):
             f"loss scale starts at {float(state.opt_state.loss_scale):g}, the count of skipped steps continues"
         )
         return self.parallel.place(state), position
+
+    def _count_skipped(self, names: Mapping[str, Sequence[str]]) -> None:
+        for name, files in self.skipped().items():
+            files.reasons = dict.fromkeys(names.get(name, ()), "before") | files.reasons
 
     def check_identity(self, position: dict[str, Any]) -> None:
         """Raises a `UsageError` if a checkpoint is of other data or other outputs."""

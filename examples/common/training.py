@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mpjax
 from examples.common.cli import UsageError, say
 from examples.common.optimizers import Recipe, create_optimizer, learning_rate_schedule, update_ema
+from examples.common.processes import several
 from perf.memory import program_bytes
 
 T = TypeVar("T")
@@ -304,7 +306,7 @@ def _like(target: Any, tree: Any) -> Any:
     return jax.tree.map(lambda t, x: x.astype(t.dtype), target, tree)
 
 
-# Data parallelism over the devices of this machine: batches are split, the state is copied or split.
+# Data parallelism over the devices of all processes: batches are split, the state is copied or split.
 
 
 class DataParallel:
@@ -321,10 +323,12 @@ class DataParallel:
     """
 
     def __init__(self, devices: int | None = None, fsdp: bool = False) -> None:
-        there = jax.device_count()
-        if devices is not None and not 1 <= devices <= there:
-            raise UsageError(f"--devices {devices}: this machine has {there}; give 1 to {there}, or leave it out.")
-        mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+        there, processes = jax.device_count(), jax.process_count()
+        if devices is not None and (not 1 <= devices <= there or devices % processes):
+            each = f", each of {processes} processes the same number" if processes > 1 else ""
+            raise UsageError(f"--devices {devices}: there are {there}; give 1 to {there}{each}, or leave it out.")
+        of_each = [jax.local_devices(i)[: devices and devices // processes] for i in range(processes)]
+        mesh = Mesh(np.array([device for part in of_each for device in part]), ("data",))
         self.count, self.fsdp = mesh.size, fsdp
         self.replicated = NamedSharding(mesh, PartitionSpec())
         self.sharded = NamedSharding(mesh, PartitionSpec("data"))
@@ -342,8 +346,24 @@ class DataParallel:
         return -(-size // self.count) * self.count
 
     def put(self, batch: T) -> T:
-        """Puts a batch on its devices."""
-        return jax.device_put(batch, self.sharded)
+        """Puts a batch on its devices. Each process has all of it, and puts its rows."""
+        return jax.tree.map(lambda x: _place(x, self.sharded), batch)
+
+    def own(self, size: int) -> slice:
+        """The rows of a batch of `size` that lie on the devices of this process."""
+        parts: Any = self.sharded.addressable_devices_indices_map((size,)).values()
+        places = [rows for (rows,) in parts]
+        return slice(min(rows.start or 0 for rows in places), max(rows.stop or size for rows in places))
+
+    def put_own(self, batch: T) -> T:
+        """Puts a batch on its devices, of which each process has its `own` rows."""
+        if not several():
+            return jax.device_put(batch, self.sharded)
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.sharded, x), batch)
+
+    def get(self, tree: Any) -> Any:
+        """The whole arrays on the host, on every process."""
+        return multihost_utils.process_allgather(tree, tiled=True) if several() else jax.device_get(tree)
 
     def of_state(self, x: Any) -> NamedSharding:
         """The sharding of an array of the state."""
@@ -358,11 +378,11 @@ class DataParallel:
 
     def replicate(self, tree: T) -> T:
         """Places a part of the state from host arrays."""
-        return jax.tree.map(lambda x: jax.device_put(np.asarray(x), self.of_state(np.asarray(x))), tree)
+        return jax.tree.map(lambda x: _place(np.asarray(x), self.of_state(np.asarray(x))), tree)
 
     def place(self, state: T) -> T:
         """Moves a computed state to the shardings of `like_state`."""
-        return jax.device_put(state, jax.tree.map(self.of_state, state)) if self.fsdp else state
+        return jax.jit(lambda x: x, out_shardings=jax.tree.map(self.of_state, state))(state) if self.fsdp else state
 
     def like_batch(self, batch: Any) -> Any:
         """The abstract form of a batch."""
@@ -371,3 +391,10 @@ class DataParallel:
     def like_state(self, tree: Any) -> Any:
         """The abstract form of a state, or a part of it."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.of_state(x)), tree)
+
+
+def _place(x: Any, sharding: NamedSharding) -> jax.Array:
+    """Puts an array that every process has on the devices of all."""
+    if not several():
+        return jax.device_put(x, sharding)
+    return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])

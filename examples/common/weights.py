@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpjax
-from examples.common.cli import UsageError, disk_problem, listing, one_line
+from examples.common.cli import UsageError, disk_problem, listing, one_line, process_id
 from examples.common.training import Variables
 
 Shapes = dict[str, tuple[int, ...]]
@@ -53,9 +53,11 @@ def write_weights(path: Path, variables: Variables, about: Mapping[str, Any]) ->
     """Writes a .safetensors file atomically, with the metadata needed to use the weights."""
     from safetensors.flax import save_file
 
-    part = path.with_name(path.name + ".part")
+    part, variables = path.with_name(path.name + ".part"), jax.device_get(variables)
+    if process_id():
+        return
     try:
-        save_file(named(jax.device_get(variables._asdict())), str(part), {_ABOUT: json.dumps(about)})
+        save_file(named(variables._asdict()), str(part), {_ABOUT: json.dumps(about)})
         os.replace(part, path)
     except Exception as error:
         raise UsageError(f"{str(path)!r} can't be written: {disk_problem(error) or one_line(error)}.") from error

@@ -252,6 +252,7 @@ def train_batches(
     augment: bool = True,
     workers: int = 1,
     put: Callable[[Batch], Batch] = jax.device_put,
+    own: Callable[[int], slice] = slice,
 ) -> Batches:
     """The training batches of all epochs, shuffled again in each epoch.
 
@@ -266,6 +267,7 @@ def train_batches(
         augment: Whether to augment images at random.
         workers: Number of threads, which load one batch each.
         put: Transfers a batch to its devices, in a separate thread; by default to the first device.
+        own: The rows to load of a batch of a size; by default all. Each of several processes loads its own.
     """
     images = len(dataset)
 
@@ -276,18 +278,23 @@ def train_batches(
         return _Rows(indices, augmentation if augment else None)
 
     steps = 2**31 if last is None else last
-    return _open(dataset, batch_size, max(0, steps - first), rows, workers, put)
+    return _open(dataset, batch_size, max(0, steps - first), rows, workers, put, own)
 
 
 def evaluation_batches(
-    dataset: Dataset, batch_size: int, *, workers: int = 1, put: Callable[[Batch], Batch] = jax.device_put
+    dataset: Dataset,
+    batch_size: int,
+    *,
+    workers: int = 1,
+    put: Callable[[Batch], Batch] = jax.device_put,
+    own: Callable[[int], slice] = slice,
 ) -> Batches:
     """All images once, in order; the last batch is padded with masked entries. Arguments as in `train_batches`."""
 
     def rows(step: int) -> _Rows:
         return _Rows(np.arange(step * batch_size, min((step + 1) * batch_size, len(dataset))), None)
 
-    return _open(dataset, batch_size, -(-len(dataset) // batch_size), rows, workers, put)
+    return _open(dataset, batch_size, -(-len(dataset) // batch_size), rows, workers, put, own)
 
 
 class _Rows(NamedTuple):
@@ -307,10 +314,15 @@ def _open(
     rows: Callable[[int], _Rows],
     workers: int,
     put: Callable[[Batch], Batch],
+    own: Callable[[int], slice],
 ) -> Batches:
+    part = own(batch_size)
+    size = len(range(batch_size)[part])
+
     def load(rows: _Rows) -> Batch:
-        batch = dataset.load(rows.indices, rows.augmentation)
-        missing = batch_size - len(rows.indices)
+        indices = rows.indices[part]
+        batch = dataset.load(indices, rows.augmentation) if len(indices) else empty_batch(0, dataset.image_shape)
+        missing = size - len(indices)
         return Batch(*(np.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))) for x in batch)) if missing else batch
 
     threads = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=workers + 1)

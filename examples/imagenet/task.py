@@ -63,7 +63,7 @@ class ImageData(Task):
 
     def loading(self) -> dict[str, Any]:
         """How batches are loaded."""
-        return {"workers": self.config.threads, "put": self.parallel.put}
+        return {"workers": self.config.threads, "put": self.parallel.put_own, "own": self.parallel.own}
 
     def facts(self) -> dict[str, Any]:
         sizes = {f"{name}_images": len(images) for name, images in self._sets().items()}
@@ -92,8 +92,8 @@ class ImageData(Task):
         weights, predictions = cast_to_policy(self, variables), list[dict[str, Any]]()
         with evaluation_batches(images, size, **self.loading()) as batches:
             for start, batch in zip(itertools.count(0, size), batches, strict=False):
-                found = np.asarray(self.predict_step(weights, batch.images))
-                for row in np.flatnonzero(np.asarray(batch.mask)):
+                found, mask = self.parallel.get((self.predict_step(weights, batch.images), batch.mask))
+                for row in np.flatnonzero(mask):
                     finite, best = bool(np.isfinite(found[row]).all()), int(np.argmax(found[row]))
                     result = {"class": classes[best], "probability": float(found[row, best])}
                     name, truth = images.name_of(start + int(row))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import grain
@@ -73,6 +73,7 @@ class Buckets:
         count: Maximum number of buckets, whose lengths are multiples of 16 frames.
         perturbation: Perturbation of the training utterances.
         workers: Number of threads that load batches.
+        own: The rows to load of a batch of a size; by default all. Each of several processes loads its own.
 
     Attributes:
         shapes: All shapes of full batches, from short to long.
@@ -86,8 +87,10 @@ class Buckets:
         count: int = 4,
         perturbation: Perturbation = NO_PERTURBATION,
         workers: int = 2,
+        own: Callable[[int], slice] = slice,
     ) -> None:
         self._speech, self._perturbation, self._workers = speech, perturbation, workers
+        self._own = own(batch_size)
         self._batch_size, self.steps = batch_size, len(speech) // batch_size
         characters = max(len(labels) for labels in speech.labels)
         self.shapes = tuple(Shape(batch_size, samples, characters) for samples in self._edges(count))
@@ -140,8 +143,9 @@ class Buckets:
         return iter(batches.to_iter_dataset(options))
 
     def _load(self, plan: _Plan, perturbation: Perturbation) -> Batch:
-        batch = plan.shape.zeros()
-        for row, (index, speed, gain) in enumerate(zip(plan.indices, *plan.draw, strict=True)):
+        own, shape = self._own, plan.shape
+        batch = shape._replace(batch=len(range(shape.batch)[own])).zeros()
+        for row, (index, speed, gain) in enumerate(zip(plan.indices[own], *(x[own] for x in plan.draw), strict=True)):
             audio = self._speech.load(int(index))
             if audio is None:
                 continue

@@ -30,7 +30,7 @@ class Tester:
         self._config, self._speech, self._parallel = config, speech, parallel
         # A small set is not padded to a full batch.
         batch_size = parallel.filled(min(config.preset.batch_size, len(speech)))
-        self._buckets = Buckets(speech, batch_size, config.buckets, workers=config.threads)
+        self._buckets = Buckets(speech, batch_size, config.buckets, workers=config.threads, own=parallel.own)
         self._steps: dict[Any, Any] = {}
 
     def compile(self, variables: Any) -> None:
@@ -46,9 +46,10 @@ class Tester:
         found: list[Transcribed] = []
         for batch in self._buckets.evaluation_batches():
             between_steps()
-            batch = self._parallel.put(batch)
+            batch = self._parallel.put_own(batch)
             step = self._steps[shape_of(batch)]
-            found += self._transcribed(*jax.device_get((batch.weights, batch.indices, *step(variables, batch))))
+            outputs = self._parallel.get((batch.weights, batch.indices, *step(variables, batch)))
+            found += self._transcribed(*outputs)
         return found
 
     def _transcribed(self, weights: Array, indices: Array, losses: Any, decoded: Any) -> Iterator[Transcribed]:
@@ -121,7 +122,7 @@ def transcribe_files(task: Any, variables: Variables) -> dict[str, Any]:
     config, device = task.config, jax.local_devices()[0]
     readable, unreadable = each_readable(config.infer, lambda path: _read(config, path), "--infer")
     runs = _RUNS if len(readable) == 1 else 1
-    weights = jax.device_put(cast_to_policy(task, variables), device)
+    weights = jax.device_put(task.parallel.get(cast_to_policy(task, variables)), device)
     transcribe = create_transcribe_step(config, task.alphabet.labels)
     programs: dict[int, Any] = {}
     texts, latencies, nonfinite = [], [], 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,15 +22,38 @@ REPOSITORY = Path(__file__).parents[2]
 KILLS = int(os.environ.get("MPJAX_KILLS", "1"))  # of each script
 
 
-def start(program: str, *flags: str, devices: int = 1) -> subprocess.Popen[str]:
+def start(program: str, *flags: str, devices: int = 1, **variables: str) -> subprocess.Popen[str]:
     """Starts a Python program in a process with the compilation cache of this process."""
-    environment = os.environ | {
-        "XLA_FLAGS": f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}",
-        "PYTHONPATH": str(REPOSITORY),
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"]),
-    }
+    environment = (
+        os.environ
+        | variables
+        | {
+            "XLA_FLAGS": f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}",
+            "PYTHONPATH": str(REPOSITORY),
+            "JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"]),
+        }
+    )
     command = [sys.executable, "-c", program, *flags]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def start_two(program: str, *flags: str, **of_second: str) -> list[subprocess.Popen[str]]:
+    """Starts a training of two processes with two devices each; `of_second` are variables of the second one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    joined = [*flags, "--coordinator", address, "--num-processes", "2", "--process-id"]
+    return [start(program, *joined, str(number), devices=2, **(of_second if number else {})) for number in (0, 1)]
+
+
+def ends(started: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """The exit code and the outputs of each process."""
+    try:
+        outputs = [process.communicate(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, *output) for process, output in zip(started, outputs, strict=True)]
 
 
 def newest(output: Path) -> int:
@@ -51,13 +75,13 @@ def start_and_kill(program: str, flags: Sequence[str], output: Path, number: int
     assert process.returncode in (-signal.SIGKILL, 0 if number else -signal.SIGKILL), errors
 
 
-def interrupt_at(patch: pytest.MonkeyPatch, call: int) -> None:
+def interrupt_at(patch: pytest.MonkeyPatch, call: int, number: int = signal.SIGTERM) -> None:
     """Sends a signal at a check for signals: one before each step and each test step."""
     calls, real = iter(range(100)), loop._Run._save_or_stop
 
     def check(self):
         if next(calls) == call:
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
         real(self)
 
     patch.setattr(loop._Run, "_save_or_stop", check)

@@ -53,13 +53,14 @@ ACTIONS = {
 RECIPE = """loss-scale learning-rate schedule warmup-epochs optimizer momentum nesterov weight-decay clip-norm ema
 freeze accumulate"""
 TRAINING = "epochs patience save-every keep keep-best log-every"
+JOIN = "coordinator num-processes process-id"
 USES = {
     CustomTask: {
-        "ta": f"audit profile numerics policy amp batch-size devices seed fsdp config {RECIPE} {TRAINING}",
+        "ta": f"audit profile numerics policy amp batch-size devices seed fsdp config {JOIN} {RECIPE} {TRAINING}",
         "t": "output resume init-from export",
     },
     ImageTask: {
-        "tabiep": "audit profile numerics policy amp mode batch-size devices data-dir dataset image-size",
+        "tabiep": f"audit profile numerics policy amp mode batch-size devices data-dir dataset image-size {JOIN}",
         "tbiep": "output",
         "tab": RECIPE,
         "tabi": "model seed fsdp config",
@@ -72,7 +73,7 @@ USES = {
         "p": "images",
     },
     SpeechTask: {
-        "tabiep": "audit profile numerics policy amp mode",
+        "tabiep": f"audit profile numerics policy amp mode {JOIN}",
         "tbiep": "output",
         "tabie": "batch-size devices",
         "tab": f"{RECIPE} dropout",
