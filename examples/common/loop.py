@@ -22,6 +22,7 @@ from examples.common.checkpoints import Checkpoints
 from examples.common.cli import UsageError, one_line, process_id, say
 from examples.common.config import RunConfig
 from examples.common.flags import names_stored
+from examples.common.pictures import draw_curves
 from examples.common.processes import Agreement, gather, raise_first, together
 from examples.common.run_folder import RunFolder, write_json
 from examples.common.task import Task
@@ -335,6 +336,7 @@ class _Run:
             "devices": self.task.parallel.count,
             "versions": versions(),
         }
+        draw_curves(self.lines, self.folder.path / "curves.png")
         write_json(self.folder.path / "summary.json", summary)  # the run counts as finished
         return summary
 

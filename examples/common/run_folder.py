@@ -4,6 +4,7 @@ config.json     the flags, of which --resume takes those that are not given and 
 data.json       the facts about the data that the model needs, so that it can be used without the data
 metrics.jsonl   a line per finished epoch
 summary.json    the result; written when the run finishes
+curves.png      the metrics by epoch, where matplotlib is installed
 tensorboard/    the same metrics, and those of every --log-every steps, as event files
 checkpoints/    Orbax checkpoints, which also hold the first three files; best/ has that of the best epoch
 .lock           locked by the process that trains

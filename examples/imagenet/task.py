@@ -15,6 +15,7 @@ import numpy as np
 
 from examples.common.cli import SkippedFiles, UsageError, each_readable, listing, say
 from examples.common.modes import cast_to_policy
+from examples.common.pictures import draw_confusion
 from examples.common.run_folder import write_json
 from examples.common.task import Task
 from examples.common.training import DataParallel, Variables, check_outputs
@@ -110,6 +111,9 @@ class ImageData(Task):
         results = {"policy": config.policy, "model": config.model_name, "classes": by_class, "predictions": predictions}
         folder = config.output or Path()
         write_json(folder / "predictions.json", results)
+        if truths:
+            pairs = [(line["truth"], line["class"]) for line in predictions]
+            draw_confusion(pairs, classes, folder / "confusion.png")
         say(f"{len(predictions)} predictions in {folder / 'predictions.json'}")
         return results | {"unreadable_files": unreadable, "test_nonfinite": nonfinite}
 

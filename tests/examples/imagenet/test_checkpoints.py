@@ -238,6 +238,9 @@ def test_predictions_for_files_equal_those_for_test_images(trained, tmp_path, ca
     for name, found in written["classes"].items():
         assert (found["images"], found["accuracy"]) == (report[name]["support"], report[name]["recall"])
     assert len(of_test_set) == 96
+    for name in ("curves", "confusion"):
+        with Image.open(trained / f"{name}.png") as picture:
+            assert len(picture.convert("RGB").getcolors(2**20)) > 20  # something is drawn
     accuracy = accuracy_score([line["truth"] for line in of_test_set], [line["class"] for line in of_test_set])
     assert accuracy == pytest.approx(metrics_of(trained)[-1]["test_accuracy"])
     digits = digits_task().test_set.load(np.arange(2), None).images
