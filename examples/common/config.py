@@ -98,9 +98,7 @@ class RunConfig(abc.ABC):
     momentum: flags.Share | None = RECIPE(None, "momentum of sgd")
     nesterov: bool | None = RECIPE(None, "Nesterov momentum for sgd")
     weight_decay: flags.NotNegative | None = RECIPE(None, "weight decay of kernels (not of biases and normalisation)")
-    clip_norm: flags.Positive | None = RECIPE(
-        None, "clip the global norm of the gradients to this value", "--max-gradient-norm"
-    )
+    clip_norm: flags.Positive | None = RECIPE(None, "clip the global norm of the gradients to this value")
     ema: flags.Share = RECIPE(0.0, "decay of a moving average of the weights to test and export, such as 0.9999")
     freeze: str | None = RECIPE(None, "regular expression of parameters that stay as they are, such as stem")
     accumulate: flags.Count = RECIPE(1, "number of steps whose gradients are averaged into one update")

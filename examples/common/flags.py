@@ -68,10 +68,10 @@ class Group:
 
 
 class ForeignFlag(NamedTuple):
-    """A flag of another training script: its replacement here, and a note about it."""
+    """A switch of another training script: a note about it, and the policy that it turns on."""
 
-    replacement: str = ""  # a flag that takes the value, or `--flag value` in place of a switch
-    note: str = ""
+    note: str
+    policy: str = ""
 
 
 def parse(
@@ -150,8 +150,7 @@ def from_json(config: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 
 def translate(arguments: Sequence[str], foreign: Mapping[str, ForeignFlag]) -> list[str]:
     """Replaces flags of other training scripts and prints the notes about them."""
-    words: list[str] = []
-    left = list(arguments)
+    words, left = list[str](), list(arguments)
     while left:
         word = left.pop(0)
         name, equals, value = word.partition("=")
@@ -159,15 +158,11 @@ def translate(arguments: Sequence[str], foreign: Mapping[str, ForeignFlag]) -> l
         if known is None:
             words.append(word)
             continue
-        if known.note:
-            print(f"{name}: {known.note}", flush=True)
-        if " " in known.replacement:
-            if left and not equals and left[0].lower() in _YES_OR_NO:
-                value = left.pop(0)
-            off = value.lower() in ("0", "false")
-            words += known.replacement.split() if not off else ["--policy", "float32"]
-        elif known.replacement:
-            words.append(known.replacement + equals + value)
+        print(f"{name}: {known.note}", flush=True)
+        if left and not equals and left[0].lower() in _YES_OR_NO:
+            value = left.pop(0)
+        if known.policy:
+            words += ["--policy", "float32" if value.lower() in ("0", "false") else known.policy]
     return words
 
 

@@ -26,7 +26,7 @@ from examples.common.cli import UsageError, one_line, process_id
 T = TypeVar("T")
 
 # Numbers of processes that launchers tell. JAX reads those of the first two by itself, and TPU pods and Kubernetes.
-_LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "PMI_SIZE", "JAX_NUM_PROCESSES")
+_LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "PMI_SIZE")
 _PODS = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES", "MEGASCALE_COORDINATOR_ADDRESS", "JOB_COMPLETION_INDEX")
 _BEAT, _SILENCE = 2.0, 30.0  # seconds between signs of life, and without one until a process counts as dead
 _HOUR = 3_600_000  # in milliseconds; a process may wait for another that opens its data
@@ -48,7 +48,9 @@ def join(config: Any, program: str) -> None:
     if distributed.global_state.client is not None or flags == {**flags, "coordinator": None, "num_processes": 1}:
         return
     expected = {name: os.environ[name] for name in _LAUNCHERS if os.environ.get(name, "1") not in ("", "0", "1")}
-    if not given and not expected and not any("," in os.environ.get(name, "") or name in os.environ for name in _PODS):
+    pods = {name: os.environ[name] for name in _PODS if os.environ.get(name)}
+    expected |= {name: value for name, value in pods.items() if "," in value or (value.isdigit() and int(value))}
+    if not given and not expected and not pods:
         return
     if given and len(given) < 3:
         missing = ", ".join("--" + name.replace("_", "-") for name in flags if name not in given)
@@ -58,6 +60,8 @@ def join(config: Any, program: str) -> None:
     try:
         jax.distributed.initialize(given.pop("coordinator", None), **given)
     except Exception as error:
+        if not given and not expected:  # A pod of one, as far as it can tell.
+            return
         found = " ".join(f"{name}={value}" for name, value in expected.items()) or "the flags name several processes"
         raise UsageError(
             f"{found}, but this process has not joined any: {one_line(error, 150)} Join with --coordinator HOST:PORT "

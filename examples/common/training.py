@@ -324,6 +324,8 @@ class DataParallel:
 
     def __init__(self, devices: int | None = None, fsdp: bool = False) -> None:
         there, processes = jax.device_count(), jax.process_count()
+        if processes > 1 and not several():
+            raise UsageError(f"JAX has found {processes} processes: join them with --coordinator HOST:PORT and so on.")
         if devices is not None and (not 1 <= devices <= there or devices % processes):
             each = f", each of {processes} processes the same number" if processes > 1 else ""
             raise UsageError(f"--devices {devices}: there are {there}; give 1 to {there}{each}, or leave it out.")

@@ -22,17 +22,12 @@ RECIPES: dict[str, Recipe] = {
 }
 
 # NVIDIA's flags for ResNet-50 in TensorFlow. Underscores and dashes are interchangeable.
-_AMP = ForeignFlag("--policy mixed_float16", "means --policy mixed_float16 (the default); =0 means --policy float32")
 _FOREIGN = {
-    "--use_tf_amp": _AMP,
-    "--amp_enabled": _AMP,
-    "--use_xla": ForeignFlag(note="ignored: JAX always compiles with XLA"),
-    "--use_dali": ForeignFlag(note="ignored: Grain and Pillow load the images (see --workers)"),
-    "--lr_init": ForeignFlag("--learning-rate"),
-    "--label_smoothing_factor": ForeignFlag("--label-smoothing"),
-    "--use_cosine_lr": ForeignFlag(note="ignored: the default schedule is a cosine"),
+    "--use_tf_amp": ForeignFlag(
+        "means --policy mixed_float16 (the default); =0 means --policy float32", "mixed_float16"
+    ),
+    "--use_xla": ForeignFlag("ignored: JAX always compiles with XLA"),
 }
-
 
 # Flags that have no effect on images of a package, and on those of the command line.
 _OF_FILES = "whole flip test_crop interpolation image_field label_field max_unreadable".split()

@@ -21,7 +21,7 @@ from examples.common.config import (
     Mode,
     RunConfig,
 )
-from examples.common.flags import Count, ForeignFlag, Group, Natural, Positive, Share, TwoOrMore
+from examples.common.flags import Count, Group, Natural, Positive, Share, TwoOrMore
 from examples.common.optimizers import Recipe
 from examples.speech.corpus import DEFAULT_CACHE
 from examples.speech.features import NO_PERTURBATION, Perturbation, frames_of
@@ -32,26 +32,6 @@ _TESTED = (*TRAIN, "evaluate")  # actions that read the speech of the flags
 _BATCHED = (*BUILD, "evaluate")
 DATA = Group("data", _TESTED, stored="free")  # what a resumed run must find again is `Task.identity`
 
-# Mozilla's flags for DeepSpeech.
-_CUDNN = ForeignFlag(note="ignored: one recurrent layer runs on all devices, with the same checkpoints")
-_FOREIGN = {
-    "--automatic_mixed_precision": ForeignFlag("--policy mixed_float16", "means --policy mixed_float16 (the default)"),
-    "--train_files": ForeignFlag("--train-data"),
-    "--dev_files": ForeignFlag("--dev-data"),
-    "--test_files": ForeignFlag("--test-data"),
-    "--alphabet_config_path": ForeignFlag("--alphabet"),
-    "--n_hidden": ForeignFlag("--hidden"),
-    "--dropout_rate": ForeignFlag("--dropout"),
-    "--train_batch_size": ForeignFlag("--batch-size"),
-    "--checkpoint_dir": ForeignFlag("--output"),
-    "--one_shot_infer": ForeignFlag("--infer"),
-    "--es_epochs": ForeignFlag("--patience"),
-    "--load_cudnn": _CUDNN,
-    "--train_cudnn": _CUDNN,
-    "--use_cudnn_rnn": _CUDNN,
-    "--early_stop": ForeignFlag(note="ignored: give the number of epochs with --patience N"),
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Config(RunConfig):
@@ -59,7 +39,6 @@ class Config(RunConfig):
 
     script = "speech"
     unit = "utterances"
-    foreign = _FOREIGN
     of_tests = (*RunConfig.of_tests, "dev_data")
 
     mode: Mode = ACTION("train_and_evaluate", "train, test, use or measure (see the README)", stored="fixed")  # type: ignore[misc]

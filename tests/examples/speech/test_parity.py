@@ -50,9 +50,3 @@ def test_speech_script_runs_under_parity(data_flags):
     assert np.isfinite(loss)
     assert training.metric(state) >= 0
     assert (training.metric_name, training.larger_is_better) == ("WER", False)
-
-
-def test_mozillas_flags_are_understood(data, capsys):
-    flags = ["--train_files", str(data["train_data"]), "--test_files", str(data["test_data"]), "--n_hidden", "8"]
-    error = error_of([*flags, "--automatic_mixed_precision", "--load_cudnn", "--batch_size", "99"], capsys)
-    assert "--batch-size 99 is larger than the data" in error
