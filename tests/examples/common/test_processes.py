@@ -77,11 +77,11 @@ def assert_close(output, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--fsdp"]])
-def test_two_processes_train_like_one(more, whole, tmp_path):
+def test_two_processes_train_like_one(whole, tmp_path):
+    """With sharded state; the next test replicates it."""
     output = tmp_path / "run"
     (zero, out, _), (one, other, _) = processes.ends(
-        processes.start_two(PROGRAM, *FLAGS, *more, "--output", str(output), "--export", "float32")
+        processes.start_two(PROGRAM, *FLAGS, "--fsdp", "--output", str(output), "--export", "float32")
     )
     assert (zero, one) == (0, 0)
     assert_close(output, whole)
