@@ -334,7 +334,9 @@ def main(kind: type[Task], arguments: Sequence[str] | None = None) -> int:
         given = any(word.replace("_", "-").startswith(("--output", "--results-dir")) for word in arguments)
         more = [] if given else ["--output", str(interrupted.output)]
         more += [] if "--resume" in arguments else ["--resume"]
-        say(f"{interrupted}; continue with:\n  {program} {shlex.join([*arguments, *more])}")
+        words = zip(arguments, ["", *arguments], strict=False)  # The run has the flags of --config.
+        kept = [word for word, before in words if before != "--config" and word.split("=")[0] != "--config"]
+        say(f"{interrupted}; continue with:\n  {program} {shlex.join([*kept, *more])}")
         return interrupted.exit_code
     except KeyboardInterrupt:
         # During a test or a benchmark, or the second Ctrl-C of a training.

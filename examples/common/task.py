@@ -252,7 +252,8 @@ class Task(abc.ABC):
 
     def _count_skipped(self, names: Mapping[str, Sequence[str]]) -> None:
         for name, files in self.skipped().items():
-            files.reasons = dict.fromkeys(names.get(name, ()), "before") | files.reasons
+            for path in names.get(name, ()):
+                files.reasons.setdefault(path, "before")
 
     def check_identity(self, position: dict[str, Any]) -> None:
         """Raises a `UsageError` if a checkpoint is of other data or other outputs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import signal
 
@@ -75,6 +76,16 @@ def test_a_new_run_takes_the_flags_of_another(run, tmp_path, capsys):
     assert "is not the config.json of a run" in error
     (tmp_path / "other.json").write_text('{"script": "speech"}')
     assert "holds a run of examples.speech" in line_of_error(main, ["--config", str(tmp_path / "other.json")], capsys)
+
+
+def test_the_printed_command_continues_a_run_that_took_the_flags_of_another(run, tmp_path, capsys):
+    with pytest.MonkeyPatch.context() as patch:
+        processes.interrupt_at(patch, 1)
+        command = ["--config", str(run / "config.json"), "--output", str(tmp_path / "new")]
+        assert main(command) == 128 + signal.SIGTERM
+    *_, printed = capsys.readouterr().out.splitlines()
+    assert main(shlex.split(printed)[3:]) == 0  # without `python -m examples.custom`
+    assert config_of(tmp_path / "new") == config_of(run)
 
 
 def test_the_default_learning_rate_of_a_run_still_follows_the_batch_size(tmp_path):
