@@ -28,7 +28,7 @@ T = TypeVar("T")
 # Numbers of processes that launchers tell. JAX reads those of the first two by itself, and TPU pods and Kubernetes.
 _LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "PMI_SIZE")
 _PODS = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES", "MEGASCALE_COORDINATOR_ADDRESS", "JOB_COMPLETION_INDEX")
-_BEAT, _SILENCE = 2.0, 40.0  # seconds between signs of life, and without one until a process counts as dead
+_BEAT, _SILENCE = 2.0, 30.0  # seconds between signs of life, and without one until a process counts as dead
 _HOUR = 3_600_000  # in milliseconds; a process may wait for another that opens its data
 
 
