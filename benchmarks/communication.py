@@ -32,8 +32,8 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 from benchmarks import commands
-from benchmarks.training.target import NO_PLUGIN, TARGETS
 from mpjax.inspection.auditing.communication import collectives
+from mpjax.planning.target import NO_PLUGIN, TARGETS
 
 LAYOUTS = ("data parallel", "FSDP", "FSDP × TP", "FSDP, scan")
 FORMS = ("float32", "by hand", "autocast", "with_policy")

@@ -19,9 +19,9 @@ import optax
 
 import mpjax
 from benchmarks import commands
-from benchmarks.training import target
-from benchmarks.training.traffic import bytes_moved
 from mpjax.casting.rules import CrossEntropy
+from mpjax.planning import target
+from mpjax.planning.traffic import bytes_moved
 
 TOKENS = 8 * 1024
 HEADS = {"gpt2": (1024, 50304), "gemma": (2304, 256000)}  # width and vocabulary

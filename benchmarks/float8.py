@@ -20,11 +20,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mpjax
 from benchmarks import commands
-from benchmarks.training.target import NO_PLUGIN, TARGETS
-from benchmarks.training.traffic import HALF, bytes_of, kernels
 from mpjax.inspection.auditing.communication import collectives
 from mpjax.inspection.profiling import hlo
 from mpjax.inspection.profiling.hlo import HloModule
+from mpjax.planning.target import NO_PLUGIN, TARGETS
+from mpjax.planning.traffic import HALF, bytes_of, kernels
 from perf.memory import program_bytes
 from perf.results import previous
 from testing.models.published import WORKLOADS, Workload

@@ -19,11 +19,11 @@ from typing import Any
 import jax
 
 from benchmarks import commands
-from benchmarks.training import target
 from benchmarks.training.configurations import CONFIGURATIONS, training
-from benchmarks.training.traffic import bytes_moved
 from mpjax import Rules
 from mpjax.casting.rules import Attention
+from mpjax.planning import target
+from mpjax.planning.traffic import bytes_moved
 from perf.results import previous
 from testing.models.published import WORKLOADS, Workload
 

@@ -124,8 +124,8 @@ def times(rows: int, rounds: int) -> dict[str, Row]:
 
 def planned(form: str, target: jax.sharding.Sharding, width: int = 2048) -> Row:
     """Bytes per parameter that the update moves, and its temporary bytes, when compiled for a device."""
-    from benchmarks.training.target import placed
-    from benchmarks.training.traffic import bytes_moved
+    from mpjax.planning.target import placed
+    from mpjax.planning.traffic import bytes_moved
 
     tx = optimizer(form)[1]
     params, state, grads = placed(shapes(form, width), target)
@@ -235,7 +235,7 @@ def main() -> None:
         commands.publish(FILE, results, table(results), args.out)
 
     if args.planned:
-        from benchmarks.training.target import NO_PLUGIN, TARGETS
+        from mpjax.planning.target import NO_PLUGIN, TARGETS
 
         devices = TARGETS["h200"].devices() or parser.error(f"--planned: {NO_PLUGIN}")
         target = jax.sharding.SingleDeviceSharding(devices[0])

@@ -94,7 +94,7 @@ def test_examples_import_what_they_use():
 
 
 # The rooms of mpjax, from the ground floor up.
-ROOMS = "program policy kernels casting modules loss_scale optimizer_state inspection launcher".split()
+ROOMS = "program policy kernels casting modules loss_scale optimizer_state inspection launcher planning".split()
 
 
 def rooms_imported_by(path):

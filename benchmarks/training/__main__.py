@@ -23,6 +23,7 @@ import jax
 
 from benchmarks import CACHE, RESULTS, commands
 from benchmarks.gpu import INCOMPLETE
+from mpjax.planning.target import TARGETS
 from perf.environment import versions
 from testing.models.published import WORKLOADS
 
@@ -31,7 +32,6 @@ from .configurations import CONFIGURATIONS, PLANNED
 from .dry_run import dry_run
 from .flops import flops_per_example
 from .tables import dry_run_table, table
-from .target import TARGETS
 from .variants import VARIANTS
 from .worker import shortened
 

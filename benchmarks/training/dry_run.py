@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 
+from mpjax.planning.target import Target, placed, traced_for
+from mpjax.planning.traffic import LAUNCH, summary
 from perf.environment import versions
 from perf.memory import program_bytes
 
 from .cells import Cell
 from .configurations import Training, training
-from .target import Target, placed, traced_for
-from .traffic import LAUNCH, summary
 
 
 def is_known(row: dict[str, Any], lowered: dict[str, Any], device: jax.Device | None) -> bool:

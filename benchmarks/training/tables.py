@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .target import Target
+from mpjax.planning.target import Target
 
 Row = dict[str, Any]
 

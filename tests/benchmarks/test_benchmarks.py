@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import RESULTS, casting, faults, gpu, headlines, loss_scaling, report, sharded_steps
-from benchmarks.training import traffic
 from benchmarks.training.cells import Cell, Results
 from benchmarks.training.configurations import CONFIGURATIONS, loss_function
 from benchmarks.training.dry_run import dry_run, is_known
 from benchmarks.training.flops import flops_per_example
 from benchmarks.training.tables import dry_run_table, hand_written, ratio
-from benchmarks.training.target import TARGETS
 from benchmarks.training.worker import measure
 from mpjax.inspection.devices import DEVICES
 from mpjax.inspection.profiling.hlo import HloModule
+from mpjax.planning import traffic
+from mpjax.planning.target import TARGETS
 from perf.environment import versions
 from testing import cheap_keys
 from testing.gpu_program import GPU_PROGRAM

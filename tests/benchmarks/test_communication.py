@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import communication
-from benchmarks.training.target import TARGETS
 from mpjax.inspection.auditing.communication import collectives
+from mpjax.planning.target import TARGETS
 
 
 @pytest.fixture(autouse=True)

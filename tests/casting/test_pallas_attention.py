@@ -8,8 +8,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
 import mpjax
-from benchmarks.training.target import TARGETS, placed, traced_for
 from mpjax import Rules
+from mpjax.planning.target import TARGETS, placed, traced_for
 from testing import measures
 from testing.platforms import tpu
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import mpjax
-from benchmarks.training.target import TARGETS, placed
 from mpjax import Rules
 from mpjax.inspection.profiling.hlo import HloModule
 from mpjax.kernels.tpu import unfused
+from mpjax.planning.target import TARGETS, placed
 from mpjax.program import compat
 from testing import measures
 from testing.platforms import gpu, tpu
