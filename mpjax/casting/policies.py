@@ -33,8 +33,8 @@ def setting_of(policy: Policy, rules: Rules | None) -> Setting | None:
     if policy.reduce_dtype == policy.compute_dtype:  # A sum across devices has the dtype of its operand.
         rules = dataclasses.replace(rules, weight_gradients="half")
     scaled = _scaled_setting(rules, policy)
-    if contexts.attention_trial.value is not None:
-        rules = dataclasses.replace(rules, attention=contexts.attention_trial.value.attention)
+    if contexts.trial.value is not None:
+        rules = contexts.trial.value.changed(rules)
     rules = _with_overrides(rules, policy).with_environment()
     recompute, plans_rules = rules.residuals != "full", bool(rules.entries)
     return Setting(

@@ -122,6 +122,31 @@ class Setting:
         )
 
 
+@dataclasses.dataclass(eq=False)
+class Trial:
+    """What an inspection tries in every autocast of the code around which it is, in `contexts.trial`.
+
+    Args:
+        changes: Options of `Rules`, in place of those that the code gives.
+        checkpoint: Whether each iteration of a `scan` is a `jax.checkpoint`.
+        autocasts: The number of autocasts that it changed.
+        scans: The number of scans that are checkpoints.
+        scores, logits: The numbers of elements of the arrays that fused attentions and losses don't store.
+    """
+
+    changes: Mapping[str, Any]
+    checkpoint: bool = False
+    autocasts: int = 0
+    scans: int = 0
+    scores: set[int] = dataclasses.field(default_factory=set)
+    logits: set[int] = dataclasses.field(default_factory=set)
+
+    def changed(self, rules: Rules) -> Rules:
+        """The rules with the changes."""
+        self.autocasts += 1
+        return dataclasses.replace(rules, **self.changes)
+
+
 def tracked(v: Any) -> bool:
     """Whether autocast may choose this value's dtype: a float32 array. float64 is left as the user set it."""
     aval = v.aval

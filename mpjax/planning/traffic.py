@@ -28,7 +28,7 @@ _SLICES = frozenset("slice dynamic-slice gather".split())
 # The operand that is written into the first operand, whose buffer is the result's.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 # A layout with tiles and memory space 1 is in a TPU's vector memory, which costs no bandwidth.
-_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](?:\{[^{}]*?T\([^{}]*?(S\(1\))[^{}]*\})?")
+ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](?:\{[^{}]*?T\([^{}]*?(S\(1\))[^{}]*\})?")
 # The positions of the source and of the copy among the arrays of its result; of an update, the array's and the slice's.
 _COPIES = {
     "copy-start": (1, 0),
@@ -153,17 +153,17 @@ def _labelled(labels: str, *sizes: list[int]) -> Iterable[tuple[str, list[int]]]
 
 def _dimensions(hlo_type: str) -> list[int]:
     """The shape of an array, or of the first array of a tuple."""
-    found = _ARRAY.search(hlo_type)
+    found = ARRAY.search(hlo_type)
     return [int(d) for d in found[3].split(",") if d] if found else []
 
 
 def _bytes(program: HloModule, siblings: Mapping[str, Line], line: Line) -> int:
     if line.opcode in _COPIES:
-        arrays = list(_ARRAY.finditer(line.type))
+        arrays = list(ARRAY.finditer(line.type))
         source, copy = (arrays[i] for i in _COPIES[line.opcode])
-        return _elements_size(copy) * ((not source[4]) + (not copy[4]))
+        return elements_size(copy) * ((not source[4]) + (not copy[4]))
     if line.is_fusion:
-        lines = _flat(program, line.called[0])
+        lines = flat(program, line.called[0])
         root, sources = list(lines.values())[-1], [x for x in lines.values() if x.opcode == "parameter"]
     else:
         root, sources = line, [siblings[name] for name in dict.fromkeys(line.operands)]
@@ -179,7 +179,7 @@ def _bytes(program: HloModule, siblings: Mapping[str, Line], line: Line) -> int:
     return math.ceil(read) + written
 
 
-def _flat(program: HloModule, computation: str) -> dict[str, Line]:
+def flat(program: HloModule, computation: str) -> dict[str, Line]:
     """The lines of a fusion's computation, with those of fusions inside it, as XLA for TPUs nests them."""
     lines: dict[str, Line] = {}
     known: dict[str, str] = {}  # the names of other lines by those of fusions and of their parameters
@@ -188,7 +188,7 @@ def _flat(program: HloModule, computation: str) -> dict[str, Line]:
         if not line.is_fusion:
             lines[line.name] = line
             continue
-        for inner in _flat(program, line.called[0]).values():
+        for inner in flat(program, line.called[0]).values():
             known[inner.name] = f"{line.name}/{inner.name}"
             if inner.opcode == "parameter":
                 known[inner.name] = line.operands[inner.number]
@@ -240,8 +240,8 @@ def size(hlo_type: str) -> int:
         >>> size("(f16[2,3]{1,0}, pred[4]{0})")
         16
     """
-    return sum(_elements_size(array) for array in _ARRAY.finditer(hlo_type) if not array[4])
+    return sum(elements_size(array) for array in ARRAY.finditer(hlo_type) if not array[4])
 
 
-def _elements_size(array: re.Match[str]) -> int:
+def elements_size(array: re.Match[str]) -> int:
     return math.prod(int(d) for d in array[3].split(",") if d) * (int(array[2] or 8) // 8)

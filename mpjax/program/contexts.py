@@ -14,8 +14,8 @@ from mpjax.program import compat as compat  # JAX's parts that it imports have c
 autocast_disabled: Any = jax.make_user_context(False)
 # The half dtype of the autocast that traces the code to plan it, if one does.
 planning: Any = jax.make_user_context("")
-# The way of attention that an audit tries.
-attention_trial: Any = jax.make_user_context(None)
+# The `Trial` of an inspection around the code.
+trial: Any = jax.make_user_context(None)
 # The scaled losses around the code; None outside of them, empty where cotangents are true already. `IN_RULE` in the
 # backward rules of a scaled loss, which receive scaled cotangents.
 IN_RULE = "rule"

@@ -28,19 +28,6 @@ ATTENTION = jax.extend.core.Primitive("fused_attention")
 _LONG = 512
 
 
-@dataclasses.dataclass(eq=False)
-class Trial:
-    """An inspection's trial of fused attention in every autocast.
-
-    Args:
-        attention: The value of `Rules(attention=...)`.
-        scores: The numbers of scores of the attentions that are fused.
-    """
-
-    attention: str
-    scores: set[int] = dataclasses.field(default_factory=set)
-
-
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The parameters of a fused attention of q, k, v, biases and masks.
@@ -97,8 +84,8 @@ class Options:
 
     def __call__(self, *arrays: Any) -> Any:
         """The attention of q, k, v in half; biases in float32 and masks of booleans."""
-        if contexts.attention_trial.value is not None:
-            contexts.attention_trial.value.scores.add(self.scores)
+        if contexts.trial.value is not None:
+            contexts.trial.value.scores.add(self.scores)
         x = self.operands(*arrays)
         out = attention(x, self.form)
         return self.out(self._with_nan(out, x) if self.nan else out)

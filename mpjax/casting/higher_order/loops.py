@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from mpjax.casting.classify import Listing
 from mpjax.casting.higher_order.sub_jaxpr import (
     Convention,
@@ -26,7 +28,7 @@ from mpjax.casting.setting import Setting
 from mpjax.casting.updates import Added, added_to, is_one_map
 from mpjax.casting.uses import RESULT, Use, Uses, uses
 from mpjax.kernels.weight_gradients import detached, straight_through
-from mpjax.program import evaluator
+from mpjax.program import contexts, evaluator
 from mpjax.program.graph import SubJaxpr, sub_jaxprs
 
 
@@ -225,6 +227,10 @@ def _issue(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
         return outs[: body.carry], outs[body.carry :]
 
     if condition is None or loop.condition is None:
+        trial = contexts.trial.value
+        if trial is not None and trial.checkpoint:
+            trial.scans += 1
+            iteration = jax.checkpoint(iteration, prevent_cse=False)
         carry, ys = evaluator.scan(eqn, iteration, carry, flatten_operands(loop.convention, operands))
         return values_of([*carry, *ys], step.outs, half)
     of_condition = loop.condition

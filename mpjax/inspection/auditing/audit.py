@@ -12,7 +12,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 
-from mpjax.casting.attention.kernel import Trial
+from mpjax.casting.setting import Trial
 from mpjax.inspection.auditing.communication import (
     Collective,
     collectives_of_call,
@@ -209,8 +209,8 @@ def _scores(fun: Callable[..., Any], args: Any, kwargs: Any, residuals: list[Val
     """Residual bytes that fused attention does not keep: the call is traced again with it."""
     if not residuals or not {"exp", "dot_general"} <= {site.name for site in sites}:
         return 0
-    trial = Trial("fused" if compat.platform() in ("cuda", "gpu") else "xla")
-    with contexts.attention_trial(trial), warnings.catch_warnings():
+    trial = Trial({"attention": "fused" if compat.platform() in ("cuda", "gpu") else "xla"})
+    with contexts.trial(trial), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The first trace has warned.
         program = traced_call(fun, args, kwargs)
     owners = owners_of(program.jaxpr, argument_names(program, args, kwargs))
