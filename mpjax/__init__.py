@@ -16,6 +16,7 @@ Which call to use:
                  layerwise_error, search: which module must stay in float32?
                  profile: why is it not faster?             parity: does it hurt my training?
                  watch: the same inside a running step
+                 plan: does it fit the device, and what to change?
 
 `python -m mpjax run train.py` needs no change of a script. Each name has an example: `help(mpjax.autocast)`.
 """
@@ -43,6 +44,7 @@ if _typing.TYPE_CHECKING:
     from mpjax.inspection import layerwise_error as layerwise_error
     from mpjax.inspection import numerics as numerics
     from mpjax.inspection import parity as parity
+    from mpjax.inspection import plan as plan
     from mpjax.inspection import profile as profile
     from mpjax.inspection import search as search
     from mpjax.inspection import watch as watch

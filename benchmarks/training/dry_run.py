@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from mpjax.inspection.devices import DEVICES
 from mpjax.planning.target import Target, placed, traced_for
 from mpjax.planning.traffic import LAUNCH, summary
 from perf.environment import versions
@@ -68,7 +69,7 @@ def dry_run(
     return row | {
         "compile_seconds": seconds,
         "planned_bytes": program_bytes(compiled),
-        **summary(compiled.as_text(), target.rates, 0.0 if target.chips else LAUNCH),
+        **summary(compiled.as_text(), DEVICES[target.key], 0.0 if target.chips else LAUNCH),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpjax.inspection.devices import DEVICES
 from mpjax.planning.target import Target
 
 Row = dict[str, Any]
@@ -106,7 +107,7 @@ def _compiled(target: Target) -> str:
         else "Values in the\nchip's vector memory cost no bandwidth.",
         launch=" 3 µs for its launch, and" if gpu else "",
         rates=target.rates,
-        sources=_sources(target.rates.source, target.source),
+        sources=_sources(DEVICES[target.key].source, target.source),
     )
 
 

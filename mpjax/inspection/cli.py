@@ -186,12 +186,15 @@ The function and its arguments are named, and the script that contains them is n
   python -m mpjax audit train:train_step --args train:example_args
   python -m mpjax explain train.py:loss_fn --args example_args --policy mixed_bfloat16
   python -m mpjax numerics train:loss_fn --args train:batches --html ranges.html
+  python -m mpjax plan train:train_step --args train:example_args --target h200 --memory 80GB
   python -m mpjax parity train:make_training --policies mixed_float16 --seeds 5
 
 --args names a function without arguments. It returns a tuple of positional arguments or a dict of keyword arguments;
-jax.ShapeDtypeStructs will do for audit and explain. Or it yields batches, or tuples of arguments whose last is a batch.
+jax.ShapeDtypeStructs will do for audit, explain and plan. Or it yields batches, or tuples of arguments whose last is a
+batch.
 
-Exit codes: 0; 1 if something was found that was asked about (find_nonfinite, search, parity, audit --min-half); 2 for a
+Exit codes: 0; 1 if something was found that was asked about (find_nonfinite, search, parity, plan, audit
+--min-half); 2 for a
 mistake in the call.
 """
 
@@ -236,7 +239,7 @@ def _report(tool: Tool, options: argparse.Namespace) -> Report:
         return function(fun, **keywords)
     call = load_call(options.args, options.function.rpartition(":")[0])
     args, kwargs = bound_arguments(fun, options.function, call)
-    if options.policy is not None:
+    if CALL[1] in tool.options and options.policy is not None:
         try:
             mpjax.get_policy(options.policy)
         except ValueError as error:

@@ -50,6 +50,11 @@ def integers(text: str) -> int | tuple[int, ...]:
     return int(text) if "," not in text else tuple(int(part) for part in text.split(",") if part)
 
 
+def sizes(text: str) -> dict[str, int]:
+    """Parses `data=4,model=2` as the sizes of named axes."""
+    return {name: int(size) for name, _, size in (part.partition("=") for part in text.split(","))}
+
+
 CALL = (
     Option("--args", "a function that returns its arguments", metavar="module:make_args"),
     Option("--policy", "run it under mpjax.autocast with this policy, such as mixed_float16"),
@@ -117,6 +122,21 @@ TOOLS = (
             _DEVICE,
         ),
         ("ProfileReport",),
+    ),
+    Tool(
+        "plan",
+        "mpjax.planning.plan",
+        "Does my step fit the device? What should I change?",
+        (
+            CALL[0],
+            Option("--target", "a device that need not be present, such as h200 or v5e", metavar="D"),
+            Option("--memory", "what the step may take on each device, such as 80GB", metavar="SIZE"),
+            Option("--mesh", "the axes of a mesh of such devices, such as data=8", type=sizes, metavar="AXIS=N,..."),
+            Option("--policy", "the policy to try on a program without mpjax", default="mixed_bfloat16"),
+            Option("--batch-axis", "seek the largest batch; the axis of the batch in the inputs", type=int),
+            Option("--quiet", "do not print each compilation", action="store_true"),
+        ),
+        ("PlanReport",),
     ),
     Tool(
         "parity",

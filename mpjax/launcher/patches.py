@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -19,16 +19,10 @@ from mpjax.program.fates import mark_update
 from mpjax.program.source import name_of
 
 
-class Patches:
-    """Replacements that can be undone.
+class Replacements:
+    """Replacements of attributes that can be undone."""
 
-    Args:
-        session: The session of this process.
-    """
-
-    def __init__(self, session: Session):
-        self.session = session
-        self._modules: set[str] = set()
+    def __init__(self) -> None:
         self._replaced = contextlib.ExitStack()
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
@@ -41,6 +35,39 @@ class Patches:
     def undo(self) -> None:
         """Restores all replaced attributes."""
         self._replaced.close()
+
+
+@contextlib.contextmanager
+def autocast_gradients(policy: Any) -> Iterator[None]:
+    """Within it, `jax.grad`, `value_and_grad`, `vjp` and `linearize` differentiate functions under autocast."""
+    replacements = Replacements()
+
+    def casting(original: Any) -> Any:
+        @functools.wraps(original)
+        def differentiate(fun: Any, *args: Any, **options: Any) -> Any:
+            return original(mpjax.autocast(fun, policy), *args, **options)
+
+        return differentiate
+
+    try:
+        for name in ("grad", "value_and_grad", "vjp", "linearize"):
+            replacements.replace(jax, name, casting(getattr(jax, name)))
+        yield
+    finally:
+        replacements.undo()
+
+
+class Patches(Replacements):
+    """The launcher's replacements.
+
+    Args:
+        session: The session of this process.
+    """
+
+    def __init__(self, session: Session):
+        super().__init__()
+        self.session = session
+        self._modules: set[str] = set()
 
     def patch(self, name: str) -> None:
         """Replaces functions of `jax`, `optax` or `jax.example_libraries.optimizers`, which has just been executed.

@@ -213,21 +213,47 @@ class _Schedule:
             else:
                 buffer = fixed.get((line.name, i)) or (reused if reused is not None else new)
             self.buffers[buffer] = None
-            self._note(buffer, line, kind, operands)
+            self._note(buffer, line, kind, operands, i if place is not None else None)
             outs.append(buffer)
         return outs
 
-    def _note(self, buffer: Buffer, line: Line, kind: str, operands: Sequence[list[Buffer]]) -> None:
-        """Notes which instruction wrote a buffer; the first of a pass that is told names it."""
+    def _note(
+        self, buffer: Buffer, line: Line, kind: str, operands: Sequence[list[Buffer]], update: int | None
+    ) -> None:
+        """Notes which instruction wrote a buffer; the first of a pass that is told names it.
+
+        An update of a slice, such as what an iteration of a scan keeps, has the name of what it writes.
+        """
         if kind and not buffer.made - {""}:
-            places = self.program.places(line)
-            which = informative_frame([path for path, _ in places])
-            buffer.module, buffer.op = module_path(line.op_name), line.op_name.rpartition("/")[2]
-            buffer.source = "" if which is None else f"{places[which][0].rsplit('/', 1)[-1]}:{places[which][1]}"
+            written = None if update is None else self._written(line, update, operands)
+            if isinstance(written, Buffer):
+                buffer.module, buffer.source, buffer.op = written.module, written.source, written.op
+            else:
+                buffer.module, buffer.source, buffer.op = self._place(written or line)
         buffer.made.add(kind)
         large = [b for operand in operands for b in operand if b.elements == buffer.elements]
         converts = "convert" in line.name or line.opcode == "convert"
         buffer.cast = converts and any(b.argument is not None and b.dtype != buffer.dtype for b in large)
+
+    def _place(self, line: Line) -> tuple[str, str, str]:
+        places = self.program.places(line)
+        which = informative_frame([path for path, _ in places])
+        source = "" if which is None else f"{places[which][0].rsplit('/', 1)[-1]}:{places[which][1]}"
+        return module_path(line.op_name), source, line.op_name.rpartition("/")[2]
+
+    def _written(self, line: Line, result: int, operands: Sequence[list[Buffer]]) -> Line | Buffer | None:
+        """What an update of a slice writes: the line that makes it in the same fusion, or the operand."""
+        if not line.is_fusion:
+            return next(iter(operands[1]), None) if line.opcode in _UPDATES else None
+        inner = flat(self.program, line.called[0])
+        root = list(inner.values())[-1]
+        update = _source(inner, root.operands[result] if root.opcode == "tuple" else root.name)
+        if update.opcode != "dynamic-update-slice":
+            return None
+        written = _source(inner, update.operands[1])
+        if written.opcode == "parameter":
+            return next(iter(operands[written.number]), None)
+        return written if written.op_name else None
 
     def _in_place(self, line: Line) -> Iterator[tuple[int, int]]:
         """The results that are written into operands: the position of each, and of its operand."""
@@ -286,7 +312,7 @@ def arrays(hlo_type: str) -> list[tuple[str, int, int]]:
 def _last_reads(lines: Mapping[str, Line]) -> dict[str, str]:
     """The line that reads each value last, under any of its names."""
     last: dict[str, str] = {}
-    for line in reversed(lines.values()):
+    for line in reversed(list(lines.values())):
         reader = last.get(line.name, line.name) if line.opcode in _ALIASES else line.name
         for operand in line.operands:
             last.setdefault(operand, reader)

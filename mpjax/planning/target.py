@@ -12,7 +12,6 @@ import importlib.metadata
 import importlib.util
 import math
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,27 +25,54 @@ NO_LIBTPU = """libtpu is not installed (pip install "jax[tpu]"; it needs no TPU)
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
-    """A device to compile for; its peak rates are in `DEVICES`.
+class Gpu:
+    """What XLA's compiler asks of an NVIDIA GPU.
 
     Args:
-        key: Its name in `DEVICES`.
+        capability: Its compute capability, as `"9.0"`.
+        cores: The number of its multiprocessors.
+        clock: GHz.
+        cache: Bytes of its L2 cache.
+    """
+
+    capability: str
+    cores: int
+    clock: float
+    cache: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A device to compile for, present or not; its peak rates are in `mpjax.inspection.devices.DEVICES`.
+
+    A GPU that is not in `TARGETS` is described by its numbers.
+
+    Args:
+        key: Its name in `DEVICES`, or any other name.
         memory_bytes: Its memory.
         source: The document that states this memory.
-        gpu: For a GPU, the values of its description in `_GPU`.
+        gpu: For a GPU, its description.
         chips: For a TPU, the topology with fewest chips that libtpu describes.
+        bandwidth: Bytes per second of its memory, for a GPU that is not in `DEVICES`.
+
+    Example:
+        >>> from mpjax.planning.target import Gpu, Target
+        >>> mine = Target("RTX 4080", 16 * 2**30, "the card", Gpu("8.9", 76, 2.51, 64 * 2**20), bandwidth=717e9)
+        >>> mine.name, mine.platform
+        ('NVIDIA RTX 4080', 'cuda')
     """
 
     key: str
     memory_bytes: int
     source: str
-    gpu: Mapping[str, Any] | None = None
+    gpu: Gpu | None = None
     chips: str = ""
+    bandwidth: float = 0.0
 
     @property
-    def rates(self) -> Device:
-        """Its published peak rates."""
-        return DEVICES[self.key]
+    def rates(self) -> Device | None:
+        """Its published peak rates, if they are known."""
+        return DEVICES.get(self.key)
 
     @property
     def name(self) -> str:
@@ -76,7 +102,18 @@ class Target:
         """
         if self.gpu is None:
             return _chips(f"{self.key.removeprefix('TPU ')}:{topology or self.chips}", count)
-        description = _GPU.format(name=self.name, memory=self.memory_bytes, **self.gpu)
+        major, minor = self.gpu.capability.split(".")
+        description = _GPU.format(
+            name=self.name,
+            memory=self.memory_bytes,
+            major=major,
+            minor=minor,
+            fpus=64 if self.gpu.capability in ("7.0", "7.5", "8.0") else 128,
+            threads=_THREADS.get(self.gpu.capability, 2048),
+            shared=_SHARED.get(self.gpu.capability, 227) * 1024,
+            bandwidth=int(self.bandwidth or DEVICES[self.key].bandwidth),
+            **dataclasses.asdict(self.gpu),
+        )
         try:
             name = self.key.lower()
             return topologies.get_topology_desc(
@@ -97,46 +134,67 @@ def _chips(topology: str, count: int) -> list[jax.Device] | None:
     return devices if math.prod(map(int, topology.partition(":")[2].split("x"))) == count else devices[:count]
 
 
-# XLA's `GpuTargetConfigProto`. The limits are those of compute capability 9.0 and 10.0 in the CUDA C++ programming
-# guide. Without a version of CUDA (that of the plugin's libraries), XLA takes it for too old for some kernels.
+# By compute capability, from the CUDA C++ programming guide: threads of a multiprocessor, and KiB of shared memory that
+# a block may ask for; for others 2048 and 227.
+_THREADS = {"7.5": 1024, "8.6": 1536, "8.9": 1536, "12.0": 1536}
+_SHARED = {"7.0": 96, "7.5": 64, "8.0": 163, "8.6": 99, "8.9": 99, "12.0": 99}
+# XLA's `GpuTargetConfigProto`. Without a version of CUDA (that of the plugin's libraries), XLA takes it for too old for
+# some kernels.
 _GPU = """
 platform_name: "CUDA"
 device_description_str: "{name}"
 dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
 runtime_version {{ major: 12 minor: 9 patch: 0 }}
 gpu_device_info {{
-  cuda_compute_capability {{ major: {capability} minor: 0 }}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
   driver_version: "12.9.0"
   runtime_version: "12.9.0"
   compile_time_toolkit_version: "12.9.0"
   core_count: {cores}
-  fpus_per_core: 128
+  fpus_per_core: {fpus}
   clock_rate_ghz: {clock}
   l2_cache_size: {cache}
   memory_bandwidth: {bandwidth}
   device_memory_size: {memory}
   threads_per_warp: 32
   threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
+  threads_per_core_limit: {threads}
   registers_per_block_limit: 65536
   registers_per_core_limit: 65536
   shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: {shared}
+  shared_memory_per_core: {shared}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
 }}
 """
-# The multiprocessors and the L2 cache of an H200 are those of NVIDIA's H100 white paper (SXM; the same chip); those of
-# a B200 are in XLA's description of it. The clocks are those at which the multiprocessors give the data sheet's rate in
-# half.
-_H200 = {"capability": 9, "cores": 132, "clock": 1.83, "cache": 52428800, "bandwidth": 4_800_000_000_000}
-_B200 = {"capability": 10, "cores": 148, "clock": 1.85, "cache": 132644864, "bandwidth": 8_000_000_000_000}
+# Multiprocessors and L2 caches are those of NVIDIA's white papers of each architecture; those of a B200 are in XLA's
+# description of it. The clocks are those at which the multiprocessors give the data sheet's rate in half.
+_MIB = 2**20
+_GH100 = Gpu("9.0", 132, 1.83, 50 * _MIB)
+_GA100 = Gpu("8.0", 108, 1.41, 40 * _MIB)
+_SHEET = "NVIDIA {} datasheet"
 
 TARGETS = {
-    "h200": Target("H200", 141_000_000_000, "NVIDIA H200 datasheet (SXM)", gpu=_H200),
-    "b200": Target("B200", 180_000_000_000, "NVIDIA HGX B200 datasheet (one of its eight GPUs)", gpu=_B200),
+    "h200": Target("H200", 141_000_000_000, _SHEET.format("H200") + " (SXM)", _GH100),
+    "h100": Target("H100", 80_000_000_000, _SHEET.format("H100") + " (SXM)", _GH100),
+    "b200": Target(
+        "B200",
+        180_000_000_000,
+        _SHEET.format("HGX B200") + " (one of its eight GPUs)",
+        Gpu("10.0", 148, 1.85, 132644864),
+    ),
+    "a100": Target("A100", 80_000_000_000, _SHEET.format("A100"), _GA100),
+    "a100-40gb": Target("A100 40GB", 40_000_000_000, _SHEET.format("A100"), _GA100),
+    "l40s": Target("L40S", 48_000_000_000, _SHEET.format("L40S"), Gpu("8.9", 142, 2.52, 96 * _MIB)),
+    "l4": Target("L4", 24_000_000_000, _SHEET.format("L4"), Gpu("8.9", 58, 2.04, 48 * _MIB)),
+    "rtx4090": Target(
+        "RTX 4090", 24_000_000_000, "NVIDIA Ada GPU architecture whitepaper", Gpu("8.9", 128, 2.52, 72 * _MIB)
+    ),
+    "rtx3090": Target(
+        "RTX 3090", 24_000_000_000, "NVIDIA Ampere GA102 GPU architecture whitepaper", Gpu("8.6", 82, 1.70, 6 * _MIB)
+    ),
     "v5e": Target("TPU v5e", 16_000_000_000, "Google Cloud documentation, TPU v5e", chips="2x2"),
     "v6e": Target("TPU v6e", 32_000_000_000, "Google Cloud documentation, TPU v6e", chips="2x2"),
     "v5p": Target("TPU v5p", 95_000_000_000, "Google Cloud documentation, TPU v5p", chips="2x2x1"),

@@ -190,7 +190,7 @@ def _residuals(program: TracedCall, flow: Flow, sites: list[Site]) -> tuple[list
     """What is kept for the backward pass, and of which program. Without a backward pass, its gradient is traced."""
     if any(site.phase != FORWARD for site in sites):
         return list(residuals_of(flow)), flow, []
-    gradient = _gradient(program)
+    gradient = gradient_of(program)
     if gradient is None:
         note = "its gradient was not inspected: the first positional argument or the results have no real numbers"
         return None, flow, [note]
@@ -223,7 +223,7 @@ def _scores(fun: Callable[..., Any], args: Any, kwargs: Any, residuals: list[Val
     return sum((kept - needed).elements())
 
 
-def _gradient(program: TracedCall) -> Callable[..., Any] | None:
+def gradient_of(program: TracedCall) -> Callable[..., Any] | None:
     """The gradient of a traced function with respect to its first argument.
 
     If the first result is a scalar, it is the loss and the other results are auxiliary. Otherwise all results count.

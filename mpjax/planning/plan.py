@@ -1,0 +1,334 @@
+"""`plan`: will a step fit a device, and what to change if it does not."""
+
+from __future__ import annotations
+
+import collections
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+import jax
+
+from mpjax.casting import Rules
+from mpjax.casting.rules import Attention, CrossEntropy, Residuals, ResidualStream
+from mpjax.inspection.trials import relative_error
+from mpjax.planning.memory import Memory, memory_of
+from mpjax.planning.report import PlanReport as PlanReport
+from mpjax.planning.report import Tried, rules_text
+from mpjax.planning.search import Combination, cheapest, largest_batch
+from mpjax.planning.step import (
+    CAST,
+    CHECKPOINT,
+    DONATE,
+    INPUTS,
+    LOW_BIT,
+    WHOLE,
+    Change,
+    Compiled,
+    Place,
+    Step,
+)
+from mpjax.planning.target import Target
+from mpjax.policy import get_policy
+from mpjax.program import contexts
+from mpjax.program.tracing import is_array
+
+_UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+# Lower precision than half, in what is kept for the backward pass.
+_LOSSY = {"residuals": ("float8",)}
+_DEFAULT_POLICY = "mixed_bfloat16"
+
+
+def plan(
+    fun: Callable[..., Any],
+    *args: Any,
+    target: str | Target | None = None,
+    memory: str | int | None = None,
+    mesh: Mapping[str, int] | None = None,
+    policy: Any = _DEFAULT_POLICY,
+    batch_axis: int | None = None,
+    quiet: bool = True,
+    kwargs: Mapping[str, Any] | None = None,
+) -> PlanReport:
+    """Tells whether a step fits a device, what it holds in memory, and the cheapest change with which it fits.
+
+    The step is compiled for the device, as it is and with each change: nothing is allocated, and nothing of it runs.
+
+        peak = arguments + results + temporaries − donated arguments      XLA's plan, on each device
+        changes of Rules: attention, cross_entropy, residuals, residual_stream
+        edits of the code: autocast (for a program without mpjax), jax.checkpoint of a scan's body, donation,
+                           low_bit_state
+
+    Args:
+        fun: A training step, a gradient or a loss, jitted or not, with mpjax or without. A step updates parameters and
+            optimizer state that it takes as arguments, and returns them. Of a loss, the gradient is planned.
+        *args: Its arguments; `jax.ShapeDtypeStruct`s will do. If all are arrays and `fun` is a loss, each change is
+            also run here, for the error of its gradients.
+        target: A device that need not be present, such as `"h200"`, `"a100"` or `"v5e"`, or a
+            `mpjax.planning.target.Target` with the numbers of another. None: JAX's own device.
+        memory: What the step may take on each device, as `"80GB"`, `"40GiB"` or in bytes. None: the device's memory.
+        mesh: The axes of a mesh of such devices with their sizes, `{"data": 8}`. Each argument's sharding gives its
+            `PartitionSpec`; what has none is replicated.
+        policy: For a program without mpjax, the policy of the autocast that it is tried with.
+        batch_axis: The axis of the batch in the step's inputs. If given, the largest batch that fits is sought too,
+            as the step is and with each change.
+        quiet: Whether not to print each compilation to the standard error.
+        kwargs: Keyword arguments of the call.
+
+    Returns:
+        A `PlanReport`: `print` it, or read `fits`, `peak`, `kinds`, `rules`, `edits` and `options`.
+
+    Raises:
+        ValueError: The target, the memory, the mesh, the policy or the batch axis is not understood.
+        RuntimeError: The compiler for the target is not installed. The message says what to install.
+        Exception: Any error that `fun` raises while it is traced, or XLA while it compiles the step as it is.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, mpjax
+        >>> def loss_fn(w, x):
+        ...     return jnp.mean(jnp.tanh(x @ w) @ w)
+        >>> w, x = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((4096, 256), jnp.float32)
+        >>> report = mpjax.plan(loss_fn, w, x, memory="1GB")
+        >>> report.fits, report.kinds["parameters"]
+        (True, 262144)
+
+    Source: XLA's buffer assignment (`jax.stages.Compiled.memory_analysis`); the live arrays are read from the schedule.
+    """
+    given, kwargs = args, dict(kwargs or {})
+    policy = get_policy(policy)
+    where = Place.of(target, mesh)
+    budget = bytes_of(memory) if memory is not None else where.memory
+    step = Step(fun, args, kwargs, where, policy)
+    planner = _Planner(step, quiet)
+    found = planner.search(budget)
+    batches, batch = planner.batches(budget, batch_axis, found) if batch_axis is not None else ({}, None)
+    errors = planner.errors(given, kwargs) if not planner.base.traced.differentiates else {}
+    rows = planner.rows(found, errors, batches)
+    return planner.report(budget, found, rows, batch)
+
+
+def bytes_of(memory: str | int) -> int:
+    """A size in bytes.
+
+    Raises:
+        ValueError: It is not understood.
+
+    Example:
+        >>> bytes_of("80GB"), bytes_of("40 GiB"), bytes_of(1000)
+        (80000000000, 42949672960, 1000)
+    """
+    parts = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?I?B?)\s*", str(memory).upper())
+    unit = _UNITS.get(parts[2]) if parts else None
+    if parts is None or unit is None or float(parts[1]) <= 0:
+        raise ValueError(f'plan(memory={memory!r}): give bytes, or a size such as "80GB" (10⁹ bytes) or "80GiB" (2³⁰).')
+    return int(float(parts[1]) * unit)
+
+
+class _Planner:
+    """Compiles a step under combinations of changes, each once."""
+
+    def __init__(self, step: Step, quiet: bool):
+        self.step, self.quiet = step, quiet
+        self.given = step.traced()
+        self.plain = not self.given.trial.autocasts
+        self.start: Combination = (CAST,) if self.plain else ()
+        self._known: dict[frozenset[Change], Compiled] = {}
+        self.failed: dict[str, str] = {}
+        self.base = self._compiled(())
+        probe = step.traced((*self.start, Change("attention", "fused"), Change("cross_entropy", "fused")))
+        self.scores, self.logits = probe.trial.scores, probe.trial.logits
+        self.options = [change for change in self._options() if self._compiles(change)]
+
+    def _options(self) -> Iterator[Change]:
+        """The changes that may have an effect."""
+        start = self.step.traced(self.start)
+        if start.trial.autocasts:
+            given = {
+                "attention": [x for x in get_args(Attention) if x in ("fused", "unfused")] if self.scores else [],
+                "cross_entropy": get_args(CrossEntropy) if self.logits else [],
+                "residuals": [x for x in get_args(Residuals) if x != "auto"],
+                "residual_stream": get_args(ResidualStream),
+            }
+            for axis, values in given.items():
+                for value in values:
+                    yield Change(axis, value, price=0.1 if value in _LOSSY.get(axis, ()) else 0.01)
+            if self.step.traced((*self.start, CHECKPOINT)).trial.scans:
+                yield CHECKPOINT
+        if start.carried and not start.donated:
+            yield DONATE
+        if start.low_bits:
+            yield LOW_BIT
+
+    def _compiles(self, change: Change) -> bool:
+        """Whether XLA compiles the step with a change. Why it does not is noted."""
+        try:
+            self.measure((change,))
+        except Exception as error:  # such as a kernel that refuses a shape
+            self.failed[change.name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+            return False
+        return True
+
+    def _compiled(self, changes: Combination) -> Compiled:
+        key = frozenset(changes)
+        if key not in self._known:
+            if not self.quiet:
+                name = ", ".join(change.name for change in changes) or "as it is"
+                print(f"plan: compiling {len(self._known) + 1}: {name}", file=sys.stderr, flush=True)
+            self._known[key] = self.step.compile(changes)
+        return self._known[key]
+
+    def measure(self, changes: Combination) -> Compiled:
+        """The step with changes; of a program without mpjax, under autocast."""
+        return self._compiled((*self.start, *changes))
+
+    def search(self, budget: int | None) -> Combination:
+        """The changes to make, of which the step that fits needs none."""
+        if budget is not None and self.base.peak <= budget:
+            return ()
+        found = cheapest(self.options, self.measure, 0 if budget is None else budget)
+        return (*self.start, *found.chosen)
+
+    def errors(self, args: Any, kwargs: Any) -> dict[Combination, float]:
+        """The errors of the gradients of a loss with each change, if its arguments are arrays."""
+        leaves = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
+        if not leaves or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves) or self.step.place.mesh is not None:
+            return {}
+        here = Step(self.step.fun, self.step.args, self.step.kwargs, Place("here"), self.step.policy)
+
+        def gradients(changes: Combination) -> list[Any]:
+            call: Any = jax.extend.core.jaxpr_as_fun(here.traced(changes).program.jaxpr)
+            return jax.tree.leaves(jax.jit(call)(*leaves))
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with contexts.autocast_disabled(True), jax.default_matmul_precision("highest"):
+                expected = gradients(())
+            combinations = [(), *self._rows()] if not self.plain else self._rows()
+            return {each: relative_error(gradients(each), expected) for each in combinations}
+
+    def _rows(self) -> list[Combination]:
+        """The combinations in the table, besides the step as it is."""
+        start = [self.start] if self.start else []
+        return [*start, *((*self.start, change) for change in self.options)]
+
+    def batches(self, budget: int | None, axis: int, chosen: Combination) -> tuple[dict[Combination, int], int]:
+        """The largest batch that fits with each change, and that of the step."""
+        if budget is None:
+            raise ValueError("plan(batch_axis=...): the device's memory is not known; give memory=.")
+        arrays = zip(self.given.kinds, self.given.program.arrays, strict=True)
+        sizes = [x.shape[axis] for kind, x in arrays if kind == INPUTS and x.ndim > axis >= 0]
+        if not sizes:
+            raise ValueError(f"plan(batch_axis={axis}): no input of the step has such an axis.")
+        batch, _ = collections.Counter(sizes).most_common(1)[0]
+        unit = max(
+            [1, *(_shards(x, axis) for x in self.given.program.arrays if x.ndim > axis and x.shape[axis] == batch)]
+        )
+
+        def fits_with(changes: Combination) -> Callable[[int], bool]:
+            def fits(size: int) -> bool:
+                if not self.quiet:
+                    name = ", ".join(change.name for change in changes) or "as it is"
+                    print(f"plan: compiling a batch of {size}: {name}", file=sys.stderr, flush=True)
+                return self.step.with_batch(axis, batch, size).compile(changes).peak <= budget
+
+            return fits
+
+        found = dict.fromkeys([(), *self._rows(), chosen])
+        return {each: largest_batch(fits_with(each), batch, unit) for each in found}, batch
+
+    def rows(
+        self, chosen: Combination, errors: Mapping[Combination, float], batches: Mapping[Combination, int]
+    ) -> Iterable[Tried]:
+        """The table: the step as it is, with each change, and with those that were chosen."""
+        known = self.step.place.target is not None and self.step.place.target.rates is not None
+        every = [(), *self._rows()]
+        for changes in [*every, *([] if chosen in every else [chosen])]:
+            found = self._compiled(changes)
+            name = " + ".join(change.name for change in changes) or "as it is"
+            without = self._compiled(self.start if len(changes) > len(self.start) else ())
+            yield Tried(
+                name,
+                found.peak,
+                found.moved,
+                found.work if known else None,
+                bool(changes) and found.program == without.program,
+                errors.get(changes),
+                batches.get(changes),
+            )
+
+    def report(self, budget: int | None, chosen: Combination, rows: Iterable[Tried], batch: int | None) -> PlanReport:
+        """The report."""
+        after = self._compiled(chosen) if chosen else None
+        options: Any = {change.axis: change.value for change in chosen if not change.edit}
+        rules = Rules(**options) if options else None
+        return PlanReport(
+            name=getattr(self.step.fun, "__name__", type(self.step.fun).__name__),
+            device=self._device(),
+            budget=budget,
+            memory=self._memory(self.base),
+            options=tuple(rows),
+            chosen=tuple(change.name for change in chosen),
+            after=self._memory(after) if after else None,
+            fits=None if budget is None else (after or self.base).peak <= budget,
+            rules=rules,
+            edits=tuple(self._edits(chosen, rules)),
+            matmuls=self.step.matmuls(self.given),
+            compiled=len(self.step.compiled),
+            batch=batch,
+            notes=tuple(self._notes(budget)),
+        )
+
+    def _device(self) -> str:
+        mesh = self.step.place.mesh
+        return self.step.place.name if mesh is None else f"each of {mesh.size} × {self.step.place.name}"
+
+    def _memory(self, compiled: Compiled) -> Memory:
+        return memory_of(compiled, self.scores, self.logits)
+
+    def _edits(self, chosen: Combination, rules: Rules | None) -> Iterator[str]:
+        for change in chosen:
+            if change.edit:
+                text = f", rules=mpjax.Rules({rules_text(rules)})" if rules is not None else ""
+                whole = change is CAST and self._compiled(chosen).traced.whole and self.given.differentiates
+                yield (WHOLE if whole else change.edit).format(
+                    policy=self._policy_name(), rules=text, argnums=self._argnums()
+                )
+
+    def _policy_name(self) -> str:
+        name = self.step.policy.compute_dtype
+        return f"mixed_{name}" if self.step.policy == get_policy(f"mixed_{name}") else str(self.step.policy)
+
+    def _argnums(self) -> str:
+        """The positions of the arguments that the step returns updated."""
+        found = {re.match(r"\[0\]\[(\d+)\]", self.given.program.names[i]) for i in self.given.carried}
+        return ", ".join(sorted({match[1] for match in found if match}))
+
+    def _notes(self, budget: int | None) -> Iterator[str]:
+        for name, why in self.failed.items():
+            yield f"{name} does not compile: {why}"
+        if not self.given.differentiates:
+            yield "the gradient of the loss, with respect to its first argument, was planned: no optimizer is in it"
+        if budget is None:
+            yield "the device's memory is not known; memory= gives it"
+        if self.step.place.platform == "cuda" and self.step.place.target is not None:
+            yield (
+                "without the device, XLA tries no matmul tiles and cuDNN chooses no algorithms: their scratch is not "
+                "in the plan"
+            )
+            yield (
+                "JAX takes three quarters of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says more: "
+                "plan with that share"
+            )
+
+
+def _shards(x: Any, axis: int) -> int:
+    """The number of parts into which a sharding divides an axis of an array."""
+    sharding = getattr(x, "sharding", None)
+    spec: Sequence[Any] = getattr(sharding, "spec", ())
+    if axis >= len(spec) or spec[axis] is None or sharding is None:
+        return 1
+    names = spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
+    shape = sharding.mesh.shape
+    return int(jax.numpy.prod(jax.numpy.array([shape[name] for name in names])))

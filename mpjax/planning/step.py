@@ -1,0 +1,405 @@
+"""A step as it is compiled under changes: traced for a device that may not be present, and never run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend
+import numpy as np
+import optax
+
+from mpjax.casting import autocast
+from mpjax.casting.setting import Trial
+from mpjax.inspection.auditing.audit import gradient_of
+from mpjax.inspection.auditing.matmuls import Matmul, matmuls_of
+from mpjax.inspection.trials import argument_names
+from mpjax.launcher.patches import autocast_gradients
+from mpjax.optimizer_state import low_bit_state
+from mpjax.planning.target import TARGETS, Target, traced_for
+from mpjax.planning.traffic import LAUNCH, bytes_moved, summary
+from mpjax.program import compat, contexts
+from mpjax.program.graph import walk
+from mpjax.program.inlining import flow_of
+from mpjax.program.owners import owners_of
+from mpjax.program.primitives import Op, primitive
+from mpjax.program.source import FORWARD
+from mpjax.program.tracing import TracedCall, is_array, trace, traced_call
+
+PARAMETERS, STATE, INPUTS = "parameters", "optimizer state", "inputs"
+_LOW_BIT = 4096  # `low_bit_state` stores arrays of as many elements
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One change of a step.
+
+    Args:
+        axis: What it changes; a step has one change of an axis at most.
+        value: To what.
+        edit: What it takes in the code, in a sentence; empty for an option of `Rules`.
+        price: What it counts in the choice, in shares of the step's time.
+    """
+
+    axis: str
+    value: str = ""
+    edit: str = ""
+    price: float = 0.01
+
+    @property
+    def name(self) -> str:
+        """The change as it is written."""
+        return self.axis if self.edit else f'{self.axis}="{self.value}"'
+
+
+CAST = Change("autocast", edit="differentiate mpjax.autocast(loss_fn, {policy!r}{rules})", price=0.0)
+WHOLE = "run mpjax.autocast(step, {policy!r}{rules}): its calls of JAX's gradients are out of reach"
+CHECKPOINT = Change("checkpoint", edit="make the body of the scan over layers a jax.checkpoint", price=0.03)
+DONATE = Change("donate", edit="compile the step with jax.jit(step, donate_argnums=({argnums}))", price=0.005)
+LOW_BIT = Change("low_bit_state", edit="wrap the optimizer: mpjax.low_bit_state(tx)", price=0.1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a step is compiled for.
+
+    Args:
+        name: The device's name.
+        target: The described device; None for the local one.
+        memory: Its memory in bytes, if it is known.
+        devices: The devices of one program; empty for the local default device.
+        mesh: Their mesh, if there are several.
+    """
+
+    name: str
+    target: Target | None = None
+    memory: int | None = None
+    devices: tuple[Any, ...] = ()
+    mesh: jax.sharding.Mesh | None = None
+
+    @classmethod
+    def of(cls, target: str | Target | None, mesh: Mapping[str, int] | None) -> Place:
+        """The place of `plan`'s arguments.
+
+        Raises:
+            ValueError: The target or the mesh is unknown.
+            RuntimeError: The compiler for the target is not installed.
+        """
+        if isinstance(target, str) and target.lower() not in TARGETS:
+            raise ValueError(
+                f"plan(target={target!r}): there are {', '.join(TARGETS)}; describe another GPU by its numbers with a "
+                "mpjax.planning.target.Target, or leave it out for this machine's own device."
+            )
+        if mesh is not None and not (isinstance(mesh, Mapping) and all(n > 0 for n in mesh.values())):
+            raise ValueError(f'plan(mesh={mesh!r}): give the size of each axis, such as {{"data": 8}}.')
+        count = int(np.prod([*mesh.values()])) if mesh else 1
+        known = TARGETS[target.lower()] if isinstance(target, str) else target
+        if known is None:
+            here = jax.devices()
+            if count > len(here):
+                raise ValueError(f"plan(mesh={mesh!r}): {count} devices, and here are {len(here)}; give a target.")
+            memory = (here[0].memory_stats() or {}).get("bytes_limit")
+            devices, name = tuple(here[:count]), here[0].device_kind
+        else:
+            found = known.devices(count)
+            if found is None:
+                raise RuntimeError(f"plan(target={known.key!r}): {known.missing}.")
+            memory, devices, name = known.memory_bytes, tuple(found), known.name
+        if mesh is None:
+            return cls(name, known, memory, devices if known else ())
+        axes = (jax.sharding.AxisType.Auto,) * len(mesh)
+        whole = jax.sharding.Mesh(np.array(devices).reshape(*mesh.values()), tuple(mesh), axis_types=axes)
+        return cls(name, known, memory, devices, whole)
+
+    @property
+    def platform(self) -> str:
+        """The platform to lower for."""
+        return self.target.platform if self.target else jax.default_backend()
+
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        """The context to trace in."""
+        if self.mesh is not None:
+            return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
+        return traced_for(self.devices[0]) if self.devices else contextlib.nullcontext()
+
+    def placed(self, x: Any) -> jax.ShapeDtypeStruct:
+        """The shape of an array, on these devices."""
+        sharding = getattr(x, "sharding", None)
+        if self.mesh is not None:
+            spec = getattr(sharding, "spec", jax.sharding.PartitionSpec())
+            sharding = jax.sharding.NamedSharding(self.mesh, spec)
+        elif self.devices:
+            sharding = jax.sharding.SingleDeviceSharding(self.devices[0])
+        elif not isinstance(x, jax.ShapeDtypeStruct):
+            sharding = None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+@dataclasses.dataclass
+class Traced:
+    """A traced step.
+
+    Args:
+        program: Its program.
+        kinds: The kind of each of its arguments.
+        carried: For arguments that it returns updated, the number of the result.
+        donated: The arguments that it may overwrite.
+        trial: What was tried, and what was found.
+        whole: Whether autocast is around the whole step, not around what it differentiates.
+        differentiates: Whether the step takes a gradient itself.
+    """
+
+    program: TracedCall
+    kinds: list[str]
+    carried: dict[int, int]
+    donated: tuple[int, ...]
+    trial: Trial
+    differentiates: bool
+    whole: bool = False
+
+    @property
+    def low_bits(self) -> list[int]:
+        """The arguments that `low_bit_state` stores in fewer bits."""
+        kinds = zip(self.kinds, self.program.arrays, strict=True)
+        large = [i for i, (kind, x) in enumerate(kinds) if kind == STATE and x.dtype == np.float32 and x.ndim]
+        return [i for i in large if self.program.arrays[i].size >= _LOW_BIT]
+
+
+@dataclasses.dataclass
+class Compiled:
+    """A compiled step.
+
+    Args:
+        peak: XLA's plan of its memory on each device: arguments, results and temporaries, in bytes.
+        work: The least time of its kernels in seconds where the device's rates are known, else the bytes they move.
+        moved: The bytes that its kernels read and write.
+        text: Its optimised HLO.
+        traced: What was compiled.
+        program: A hash of the program that XLA was given.
+    """
+
+    peak: int
+    work: float
+    moved: int
+    text: str
+    traced: Traced
+    program: str
+
+
+class Step:
+    """A user's step and the device that it is compiled for.
+
+    Args:
+        fun, args, kwargs: The call; shapes will do.
+        place: Where it is compiled for.
+        policy: The policy of autocast, for a program without mpjax.
+    """
+
+    def __init__(
+        self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place, policy: Any
+    ):
+        self.fun, self.args, self.kwargs = fun, jax.tree.map(self._shape, args), jax.tree.map(self._shape, kwargs)
+        self.place, self.policy = place, policy
+        self.compiled: dict[str, Compiled] = {}
+        self._known: dict[frozenset[Change], Traced] = {}
+
+    @staticmethod
+    def _shape(x: Any) -> Any:
+        if not is_array(x) or isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
+
+    def traced(self, changes: Sequence[Change] = ()) -> Traced:
+        """The step under changes."""
+        if (key := frozenset(changes)) not in self._known:
+            self._known[key] = self._under(changes)
+        return self._known[key]
+
+    def _under(self, changes: Sequence[Change]) -> Traced:
+        axes = {change.axis: change for change in changes}
+        rules = {change.axis: change.value for change in changes if not change.edit}
+        trial = Trial(rules, checkpoint=CHECKPOINT in changes)
+        with contexts.trial(trial), self.place.context(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # The user's own run warns.
+            found = self._traced(trial, CAST in changes)
+            if DONATE.axis in axes:
+                found.donated = tuple(found.carried)
+            return with_low_bit_state(found) if LOW_BIT in changes else found
+
+    def _traced(self, trial: Trial, cast: bool) -> Traced:
+        fun, args, kwargs = self.fun, self.args, self.kwargs
+        if cast:
+            with autocast_gradients(self.policy):
+                program = traced_call(fun, args, kwargs)
+        if whole := cast and not trial.autocasts:  # a loss, or JAX's functions imported by name
+            fun = autocast(fun, self.policy)
+        if not cast or whole:
+            program = traced_call(fun, args, kwargs)
+        names = argument_names(program, args, kwargs)
+        differentiates = any(site.phase != FORWARD for site in walk(program.jaxpr))
+        carried = carried_by(program, args, kwargs) if differentiates else {}
+        if not differentiates and (gradient := gradient_of(program)) is not None:
+            with contexts.scaled_losses(()):
+                program = trace(gradient, tuple(program.arrays), {}, None)
+        kinds = kinds_of(program, names, carried)
+        program.names = names
+        return Traced(program, kinds, carried, self._donated, trial, differentiates, whole)
+
+    @functools.cached_property
+    def _donated(self) -> tuple[int, ...]:
+        """The arguments that the step's own `jax.jit` donates."""
+        if not isinstance(self.fun, jax.stages.Wrapped) or not hasattr(self.fun, "trace"):
+            return ()
+        infos = jax.tree.leaves(self.fun.trace(*self.args, **self.kwargs).args_info, is_leaf=_is_info)
+        same = len(infos) == len([x for x in jax.tree.leaves((self.args, self.kwargs)) if is_array(x)])
+        return tuple(i for i, info in enumerate(infos) if same and info.donated)
+
+    def compile(self, changes: Sequence[Change] = ()) -> Compiled:
+        """Compiles the step under changes; a program that was compiled before is not compiled again."""
+        traced = self.traced(changes)
+        self._known.pop(frozenset(changes))  # A jaxpr of each combination would be too many.
+        shapes = [self.place.placed(x) for x in traced.program.arrays]
+        call: Any = jax.extend.core.jaxpr_as_fun(traced.program.jaxpr)
+        with self.place.context():
+            jitted = jax.jit(call, donate_argnums=traced.donated, keep_unused=True)
+            lowered = jitted.trace(*shapes).lower(lowering_platforms=(self.place.platform,))
+        name = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+        if name not in self.compiled:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = lowered.compile()
+            text = found.as_text() or ""
+            self.compiled[name] = Compiled(peak_of(found), *self._work(text), text, traced, name)
+        return dataclasses.replace(self.compiled[name], traced=traced)
+
+    def _work(self, text: str) -> tuple[float, int]:
+        rates = self.place.target.rates if self.place.target else None
+        if rates is None:
+            moved = bytes_moved(text)
+            return float(moved), moved
+        row = summary(text, rates, 0.0 if rates.is_tpu else LAUNCH)
+        return row["least_seconds"], row["bytes_moved"]
+
+    def with_batch(self, axis: int, before: int, after: int) -> Step:
+        """The step with another batch: another size of that axis, where the arrays of its inputs have the size."""
+        traced = self.traced()
+        inputs = iter(kind == INPUTS for kind in traced.kinds)
+
+        def resized(x: Any) -> Any:
+            if not is_array(x):
+                return x
+            if not next(inputs) or x.ndim <= axis or x.shape[axis] != before:
+                return x
+            shape = (*x.shape[:axis], after, *x.shape[axis + 1 :])
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=getattr(x, "sharding", None))
+
+        args, kwargs = jax.tree.map(resized, (self.args, self.kwargs))
+        return Step(self.fun, args, kwargs, self.place, self.policy)
+
+    def matmuls(self, traced: Traced) -> tuple[Matmul, ...]:
+        """The matmuls of a traced step."""
+        jaxpr = traced.program.jaxpr
+        return matmuls_of(list(walk(jaxpr, owners=owners_of(jaxpr, traced.program.names))))
+
+
+def _is_info(x: Any) -> bool:
+    return hasattr(x, "donated")
+
+
+def peak_of(compiled: Any) -> int:
+    """XLA's plan of a program's memory, in bytes.
+
+    Its own figure for the peak has no temporaries on a CPU; libtpu gives only that one.
+    """
+    plan = compiled.memory_analysis()
+    total = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
+    return max(total - plan.alias_size_in_bytes, plan.peak_memory_in_bytes)
+
+
+def carried_by(program: TracedCall, args: Any, kwargs: Any) -> dict[int, int]:
+    """The arguments that a step returns updated, each with the number of the result.
+
+    An argument and a result belong together if they are trees of the same structure, shapes and dtypes. The state of
+    NNX objects is returned by the pure form of the call, array by array.
+    """
+    avals = [v.aval for v in compat.open_jaxpr(program.jaxpr).jaxpr.outvars]
+    out = program.rebuild([_Slot(i, aval.shape, aval.dtype) for i, aval in enumerate(avals)])
+    numbers = iter(range(len(program.arrays)))
+    slots = jax.tree.map(lambda x: _Slot(next(numbers), x.shape, x.dtype) if is_array(x) else x, (args, kwargs))
+    left = list(out) if isinstance(out, (tuple, list)) and not hasattr(out, "_fields") else [out]
+    found: dict[int, int] = {}
+    for given in (*slots[0], *slots[1].values()):
+        match = next((x for x in left if _signature(x) == _signature(given) and jax.tree.leaves(x)), None)
+        if match is not None:
+            left.remove(match)
+            pairs = zip(jax.tree.leaves(given), jax.tree.leaves(match), strict=True)
+            found |= {a.number: b.number for a, b in pairs if isinstance(a, _Slot) and isinstance(b, _Slot)}
+    return found
+
+
+class _Slot:
+    """The place of an array in a tree."""
+
+    def __init__(self, number: int, shape: Any, dtype: Any):
+        self.number, self.type = number, (tuple(shape), dtype)
+
+
+def _signature(tree: Any) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [leaf.type if isinstance(leaf, _Slot) else type(leaf) for leaf in leaves]
+
+
+def kinds_of(program: TracedCall, names: Sequence[str], carried: Mapping[int, int]) -> list[str]:
+    """The kind of each argument: parameters, optimizer state or inputs.
+
+    What a step returns updated is a parameter if the differentiated function reads it, and else optimizer state. A
+    function that returns nothing updated has its parameters in its first argument.
+    """
+    flow = flow_of(program.jaxpr)
+    origin = {value: i for i, value in enumerate(flow.inputs)}
+    read: set[int] = set()
+    for node in flow.nodes:
+        if node.site.phase != FORWARD or "jvp(" in node.site.module:
+            read |= {origin[value] for value in node.reads if value in origin}
+        row = primitive(node.site.name)
+        if node.reads and node.reads[0] in origin and (row.op is Op.CONVERT or row.moves):
+            origin |= dict.fromkeys(node.writes, origin[node.reads[0]])
+
+    def kind(i: int) -> str:
+        if carried:
+            return INPUTS if i not in carried else PARAMETERS if i in read else STATE
+        is_float = jax.numpy.issubdtype(program.arrays[i].dtype, jax.numpy.inexact)
+        return PARAMETERS if names[i].startswith("[0][0]") and is_float else INPUTS
+
+    return [kind(i) for i in range(len(program.arrays))]
+
+
+def with_low_bit_state(traced: Traced) -> Traced:
+    """The step with an optimizer wrapped in `low_bit_state`: it is the inner transformation of one, as a whole."""
+    program, low = traced.program, traced.low_bits
+    others = [i for i in range(len(program.arrays)) if i not in low]
+    call: Any = jax.extend.core.jaxpr_as_fun(program.jaxpr)
+
+    def update(given: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        filled = dict(zip(low, state, strict=True)) | dict(zip(others, given, strict=True))
+        outs = call(*(filled[i] for i in range(len(filled))))
+        states = {traced.carried[i] for i in low}
+        return [x for i, x in enumerate(outs) if i not in states], [outs[traced.carried[i]] for i in low]
+
+    tx = low_bit_state(optax.GradientTransformation(lambda state: state, update))
+    stored = jax.eval_shape(tx.init, [program.arrays[i] for i in low])
+    stored_program = trace(
+        lambda given, state: tx.update(given, state), ([program.arrays[i] for i in others], stored), {}, None
+    )
+    added = len(jax.tree.leaves(stored))
+    kinds = [*(traced.kinds[i] for i in others), *[STATE] * added]
+    kept = [n for n, i in enumerate(others) if i in traced.donated]
+    new = range(len(others), len(others) + added) if set(low) <= {*traced.donated} else ()
+    stored_program.names = [*(program.names[i] for i in others), *[""] * added]
+    return dataclasses.replace(traced, program=stored_program, kinds=kinds, carried={}, donated=(*kept, *new))
