@@ -36,7 +36,7 @@ class Buffer:
         result: Whether the program returns it.
         start, end: The first and the last instruction that touches it, by number.
         made, read: The passes that write and read it: `FORWARD`, `BACKWARD`, `OUTSIDE` of differentiation.
-        module, source, op: The module path, the line and JAX's primitive that made it.
+        module, source: The module path and the line that made it.
         cast: Whether it is a copy of an argument in another dtype.
     """
 
@@ -51,7 +51,6 @@ class Buffer:
     read: set[str] = dataclasses.field(default_factory=set)
     module: str = ""
     source: str = ""
-    op: str = ""
     cast: bool = False
 
     def touch(self, now: int) -> None:
@@ -227,19 +226,19 @@ class _Schedule:
         if kind and not buffer.made - {""}:
             written = None if update is None else self._written(line, update, operands)
             if isinstance(written, Buffer):
-                buffer.module, buffer.source, buffer.op = written.module, written.source, written.op
+                buffer.module, buffer.source = written.module, written.source
             else:
-                buffer.module, buffer.source, buffer.op = self._place(written or line)
+                buffer.module, buffer.source = self._place(written or line)
         buffer.made.add(kind)
         large = [b for operand in operands for b in operand if b.elements == buffer.elements]
         converts = "convert" in line.name or line.opcode == "convert"
         buffer.cast = converts and any(b.argument is not None and b.dtype != buffer.dtype for b in large)
 
-    def _place(self, line: Line) -> tuple[str, str, str]:
+    def _place(self, line: Line) -> tuple[str, str]:
         places = self.program.places(line)
         which = informative_frame([path for path, _ in places])
         source = "" if which is None else f"{places[which][0].rsplit('/', 1)[-1]}:{places[which][1]}"
-        return module_path(line.op_name), source, line.op_name.rpartition("/")[2]
+        return module_path(line.op_name), source
 
     def _written(self, line: Line, result: int, operands: Sequence[list[Buffer]]) -> Line | Buffer | None:
         """What an update of a slice writes: the line that makes it in the same fusion, or the operand."""

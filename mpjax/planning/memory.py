@@ -22,7 +22,7 @@ class Held:
 
     Args:
         kind: Their kind.
-        module, source, op: The module path, the line and the primitive that make them; empty for arguments.
+        module, source: The module path and the line that make them; empty for arguments.
         dtype: Their dtype.
         bytes: Their size together.
         count: Their number.
@@ -31,7 +31,6 @@ class Held:
     kind: str
     module: str
     source: str
-    op: str
     dtype: str
     bytes: int
     count: int
@@ -73,10 +72,14 @@ def memory_of(compiled: Compiled, scores: Collection[int], logits: Collection[in
     at = bytes_at.index(max(bytes_at))
     live = [*(b for b in buffers if b.argument is not None), *live_at(buffers, at)]
     modules = folded(b.module for b in live)
-    rows = added_up(((named[b], modules[b.module], b.source, b.op, b.dtype), (b.bytes, 1)) for b in live if b.bytes)
+    rows = added_up(
+        ((named[b], *(("", "") if b.argument is not None else (modules[b.module], b.source)), b.dtype), (b.bytes, 1))
+        for b in live
+        if b.bytes
+    )
     held = [Held(*place, size, count) for place, (size, count) in rows.items()]
     rest = compiled.peak - sum(row.bytes for row in held)
-    held += [Held(WORKSPACE, "", "", "", "", rest, 1)] if rest else []  # scratch of kernels, padding, reuse
+    held += [Held(WORKSPACE, "", "", "", rest, 1)] if rest else []  # scratch of kernels, padding, reuse
     arguments = totals((named[b], b.bytes) for b in buffers if b.argument is not None)
     step = max(1, len(bytes_at) // _POINTS)
     timeline = [

@@ -33,7 +33,7 @@ from mpjax.planning.step import (
 from mpjax.planning.target import Target
 from mpjax.policy import get_policy
 from mpjax.program import contexts
-from mpjax.program.tracing import is_array
+from mpjax.program.tracing import functional, is_array
 
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 # Lower precision than half, in what is kept for the backward pass.
@@ -192,6 +192,7 @@ class _Planner:
 
     def errors(self, args: Any, kwargs: Any) -> dict[Combination, float]:
         """The errors of the gradients of a loss with each change, if its arguments are arrays."""
+        _, args, kwargs, _ = functional(self.step.fun, args, kwargs)
         leaves = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
         if not leaves or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves) or self.step.place.mesh is not None:
             return {}

@@ -10,6 +10,8 @@ from mpjax.planning.step import Change
 
 # Combinations that are compiled after the single changes, before the search takes another way.
 _TRIES = 3
+# A change that raises the peak by no more than this may lower it with others.
+_NEAR = 1.05
 
 
 class Measured(Protocol):
@@ -44,8 +46,8 @@ def cheapest(options: Sequence[Change], measure: Measure, budget: float) -> Foun
     Peak and work of a combination are first predicted: those of the step as it is, plus the differences that each
     change makes alone, plus the error of that sum in the largest smaller combination that was compiled. The combination
     with the least price of those predicted to fit is compiled, then the next. Two changes can also lower the peak only
-    together, each at its own place of the step: so if these do not fit, all changes that help are compiled together,
-    and taken back one by one, the dearest first.
+    together, each at its own place of the step: so if these do not fit, all changes that help are compiled together.
+    Others are added where they help then, and what is not needed is taken back, the dearest first.
 
     Args:
         options: The changes, of several axes. Those that change nothing are ignored.
@@ -80,22 +82,28 @@ def cheapest(options: Sequence[Change], measure: Measure, budget: float) -> Foun
             break
         if compiled(best):
             return Found(best, True)
-    everything = tuple(_least(alone, base))
-    if everything and compiled(everything):
-        for change in sorted(everything, key=lambda change: predicted((change,))[1], reverse=True):
-            rest = tuple(each for each in everything if each is not change)
-            everything = rest if compiled(rest) else everything
-        return Found(everything, True)
-    least = min(tried, key=lambda each: (tried[each].peak, len(each)))
-    return Found(tuple(change for change in options if change in least), False)
+    best = _least(alone, base)
+    fits = compiled(best)
+    for change in alone:  # that lower the peak with others, though not alone
+        if not fits and change not in best and alone[change].peak <= _NEAR * base.peak:
+            other = (*(each for each in best if each.axis != change.axis), change)
+            fits = compiled(other)
+            best = other if tried[frozenset(other)].peak < tried[frozenset(best)].peak else best
+    for change in sorted(best, key=lambda change: predicted((change,))[1], reverse=True):
+        rest = tuple(each for each in best if each is not change)
+        if compiled(rest) or (not fits and tried[frozenset(rest)].peak <= tried[frozenset(best)].peak):
+            best = rest
+    if not fits:
+        least = min(tried, key=lambda each: (tried[each].peak, len(each)))
+        best = tuple(change for change in options if change in least)
+    return Found(tuple(change for change in options if change in best), fits)
 
 
-def _least(alone: dict[Change, Measured], base: Measured) -> Iterator[Change]:
+def _least(alone: dict[Change, Measured], base: Measured) -> Combination:
     """The change of each axis with the least peak, if it does not raise it."""
-    for _, changes in itertools.groupby(alone, key=lambda change: change.axis):
-        best = min(changes, key=lambda change: alone[change].peak)
-        if alone[best].peak <= base.peak:
-            yield best
+    by_axis = itertools.groupby(alone, key=lambda change: change.axis)
+    best = [min(changes, key=lambda change: alone[change].peak) for _, changes in by_axis]
+    return tuple(change for change in best if alone[change].peak <= base.peak)
 
 
 def combinations(options: Sequence[Change]) -> Iterator[Combination]:

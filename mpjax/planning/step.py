@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from mpjax.planning.traffic import LAUNCH, bytes_moved, summary
 from mpjax.program import compat, contexts
 from mpjax.program.graph import walk
 from mpjax.program.inlining import flow_of
+from mpjax.program.objects import contains_state, is_stateful
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import FORWARD
@@ -61,7 +62,7 @@ class Change:
 CAST = Change("autocast", edit="differentiate mpjax.autocast(loss_fn, {policy!r}{rules})", price=0.0)
 WHOLE = "run mpjax.autocast(step, {policy!r}{rules}): its calls of JAX's gradients are out of reach"
 CHECKPOINT = Change("checkpoint", edit="make the body of the scan over layers a jax.checkpoint", price=0.03)
-DONATE = Change("donate", edit="compile the step with jax.jit(step, donate_argnums=({argnums}))", price=0.005)
+DONATE = Change("donate", edit="compile the step with donate_argnums=({argnums})", price=0.005)
 LOW_BIT = Change("low_bit_state", edit="wrap the optimizer: mpjax.low_bit_state(tx)", price=0.1)
 
 
@@ -136,8 +137,6 @@ class Place:
             sharding = jax.sharding.NamedSharding(self.mesh, spec)
         elif self.devices:
             sharding = jax.sharding.SingleDeviceSharding(self.devices[0])
-        elif not isinstance(x, jax.ShapeDtypeStruct):
-            sharding = None
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
@@ -204,16 +203,10 @@ class Step:
     def __init__(
         self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place, policy: Any
     ):
-        self.fun, self.args, self.kwargs = fun, jax.tree.map(self._shape, args), jax.tree.map(self._shape, kwargs)
-        self.place, self.policy = place, policy
+        self.fun, self.place, self.policy = fun, place, policy
+        self.args, self.kwargs = jax.tree.map(lambda x: place.placed(x) if is_array(x) else x, (args, kwargs))
         self.compiled: dict[str, Compiled] = {}
         self._known: dict[frozenset[Change], Traced] = {}
-
-    @staticmethod
-    def _shape(x: Any) -> Any:
-        if not is_array(x) or isinstance(x, jax.ShapeDtypeStruct):
-            return x
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
 
     def traced(self, changes: Sequence[Change] = ()) -> Traced:
         """The step under changes."""
@@ -256,7 +249,8 @@ class Step:
         """The arguments that the step's own `jax.jit` donates."""
         if not isinstance(self.fun, jax.stages.Wrapped) or not hasattr(self.fun, "trace"):
             return ()
-        infos = jax.tree.leaves(self.fun.trace(*self.args, **self.kwargs).args_info, is_leaf=_is_info)
+        traced = self.fun.trace(*self.args, **self.kwargs)
+        infos = jax.tree.leaves(getattr(traced, "args_info", ()), is_leaf=_is_info)
         same = len(infos) == len([x for x in jax.tree.leaves((self.args, self.kwargs)) if is_array(x)])
         return tuple(i for i, info in enumerate(infos) if same and info.donated)
 
@@ -288,8 +282,10 @@ class Step:
 
     def with_batch(self, axis: int, before: int, after: int) -> Step:
         """The step with another batch: another size of that axis, where the arrays of its inputs have the size."""
-        traced = self.traced()
-        inputs = iter(kind == INPUTS for kind in traced.kinds)
+        whole = self.args, self.kwargs
+        count = sum(map(is_array, jax.tree.leaves(whole, is_leaf=is_stateful)))
+        kinds = self.traced().kinds
+        inputs = iter(kind == INPUTS for kind in kinds[len(kinds) - count :])  # the state of NNX objects comes first
 
         def resized(x: Any) -> Any:
             if not is_array(x):
@@ -299,7 +295,7 @@ class Step:
             shape = (*x.shape[:axis], after, *x.shape[axis + 1 :])
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=getattr(x, "sharding", None))
 
-        args, kwargs = jax.tree.map(resized, (self.args, self.kwargs))
+        args, kwargs = jax.tree.map(resized, whole, is_leaf=is_stateful)
         return Step(self.fun, args, kwargs, self.place, self.policy)
 
     def matmuls(self, traced: Traced) -> tuple[Matmul, ...]:
@@ -329,18 +325,30 @@ def carried_by(program: TracedCall, args: Any, kwargs: Any) -> dict[int, int]:
     NNX objects is returned by the pure form of the call, array by array.
     """
     avals = [v.aval for v in compat.open_jaxpr(program.jaxpr).jaxpr.outvars]
+    if contains_state((args, kwargs)):
+        left = [(i, (aval.shape, aval.dtype)) for i, aval in enumerate(avals)]
+        return dict(_in_order([(x.shape, x.dtype) for x in program.arrays], left))
     out = program.rebuild([_Slot(i, aval.shape, aval.dtype) for i, aval in enumerate(avals)])
     numbers = iter(range(len(program.arrays)))
     slots = jax.tree.map(lambda x: _Slot(next(numbers), x.shape, x.dtype) if is_array(x) else x, (args, kwargs))
-    left = list(out) if isinstance(out, (tuple, list)) and not hasattr(out, "_fields") else [out]
+    trees = list(out) if isinstance(out, (tuple, list)) and not hasattr(out, "_fields") else [out]
     found: dict[int, int] = {}
     for given in (*slots[0], *slots[1].values()):
-        match = next((x for x in left if _signature(x) == _signature(given) and jax.tree.leaves(x)), None)
+        match = next((x for x in trees if _signature(x) == _signature(given) and jax.tree.leaves(x)), None)
         if match is not None:
-            left.remove(match)
+            trees.remove(match)
             pairs = zip(jax.tree.leaves(given), jax.tree.leaves(match), strict=True)
             found |= {a.number: b.number for a, b in pairs if isinstance(a, _Slot) and isinstance(b, _Slot)}
     return found
+
+
+def _in_order(given: Sequence[Any], left: list[tuple[int, Any]]) -> Iterator[tuple[int, int]]:
+    """Pairs each array with the first result of its type that is left."""
+    for i, kind in enumerate(given):
+        match = next((each for each in left if each[1] == kind), None)
+        if match is not None:
+            left.remove(match)
+            yield i, match[0]
 
 
 class _Slot:

@@ -101,7 +101,7 @@ class Target:
             topology: For TPUs, the shape of the pod, such as `"16x16"`; the default holds at least one chip.
         """
         if self.gpu is None:
-            return _chips(f"{self.key.removeprefix('TPU ')}:{topology or self.chips}", count)
+            return _chips(f"{self.key.removeprefix('TPU ')}:{topology or _topology(self.chips, count)}", count)
         major, minor = self.gpu.capability.split(".")
         description = _GPU.format(
             name=self.name,
@@ -121,6 +121,19 @@ class Target:
             ).devices
         except NotImplementedError:  # no CUDA plugin is registered
             return None
+
+
+def _topology(least: str, count: int) -> str:
+    """The shape of a pod with at least as many chips, in powers of two.
+
+    Example:
+        >>> _topology("2x2", 3), _topology("2x2", 8), _topology("2x2x1", 32)
+        ('2x2', '2x4', '2x4x4')
+    """
+    sizes = [*map(int, least.split("x"))]
+    while math.prod(sizes) < count:
+        sizes = sorted([2 * min(sizes), *sorted(sizes)[1:]])
+    return "x".join(map(str, sizes))
 
 
 def _chips(topology: str, count: int) -> list[jax.Device] | None:
