@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
-
-def program_bytes(compiled: jax.stages.Compiled) -> int:
-    """Device memory of a program in XLA's plan: arguments, results and temporaries; donated arguments count once."""
-    plan: Any = compiled.memory_analysis()
-    total = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
-    return total - plan.alias_size_in_bytes
+from mpjax.planning.traffic import program_bytes as program_bytes
 
 
 def peak_bytes() -> int | None:

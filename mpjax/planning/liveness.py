@@ -23,6 +23,10 @@ FORWARD, BACKWARD, OUTSIDE = "forward", "backward", "outside"
 _ALIASES = frozenset("bitcast opt-barrier optimization-barrier tuple get-tuple-element".split())
 _NONE = frozenset("constant after-all partition-id replica-id".split())
 _UPDATES = frozenset({"dynamic-update-slice", "scatter"})
+# Not element by element.
+_MOVES = frozenset(
+    "transpose copy reverse gather concatenate pad slice dynamic-slice reduce reduce-window dot sort broadcast".split()
+)
 _RESULT_OF = re.compile(r"\{(\d*)\}: \((\d+)")
 
 
@@ -203,7 +207,8 @@ class _Schedule:
             buffer.read.add(kind)
         outs: list[Buffer] = []
         in_place = dict(self._in_place(line))
-        dying = dying if "kind=kLoop" in line.attributes else ()
+        reusable = self._elementwise(line) if dying and "kind=kLoop" in line.attributes else ()
+        dying = [b for number in reusable for b in operands[number] if b in dying]
         for i, new in enumerate(self._new(line, keep=False)):
             place = in_place.get(i)
             reused = next((b for b in dying if b.bytes == new.bytes and b not in outs), None)
@@ -253,6 +258,16 @@ class _Schedule:
         if written.opcode == "parameter":
             return next(iter(operands[written.number]), None)
         return written if written.op_name else None
+
+    def _elementwise(self, line: Line) -> list[int]:
+        """The operands that a fusion reads element by element, in the order of its result."""
+        inner = flat(self.program, line.called[0])
+        moved = {line.number: {name} for name, line in inner.items() if line.opcode == "parameter"}
+        for name, each in inner.items():
+            for reached in moved.values():
+                reached |= {name} if reached & {*each.operands} else set()
+        kinds = {number: {inner[name].opcode for name in reached} for number, reached in moved.items()}
+        return [number for number, opcodes in kinds.items() if not opcodes & _MOVES and number < len(line.operands)]
 
     def _in_place(self, line: Line) -> Iterator[tuple[int, int]]:
         """The results that are written into operands: the position of each, and of its operand."""

@@ -29,6 +29,7 @@ from mpjax.planning.step import (
     Compiled,
     Place,
     Step,
+    Traced,
 )
 from mpjax.planning.target import Target
 from mpjax.policy import get_policy
@@ -101,10 +102,17 @@ def plan(
     where = Place.of(target, mesh)
     budget = bytes_of(memory) if memory is not None else where.memory
     step = Step(fun, args, kwargs, where, policy)
+    if batch_axis is not None:
+        batch_of(step.traced(), batch_axis)
+        if budget is None:
+            raise ValueError("plan(batch_axis=...): the device's memory is not known; give memory=.")
     planner = _Planner(step, quiet)
     found = planner.search(budget)
-    batches, batch = planner.batches(budget, batch_axis, found) if batch_axis is not None else ({}, None)
-    errors = planner.errors(given, kwargs) if not planner.base.traced.differentiates else {}
+    batches: dict[Combination, int] = {}
+    batch = None
+    if budget is not None and batch_axis is not None:
+        batches, batch = planner.batches(budget, batch_axis, found)
+    errors = planner.errors(given, kwargs, found) if not planner.base.traced.differentiates else {}
     rows = planner.rows(found, errors, batches)
     return planner.report(budget, found, rows, batch)
 
@@ -124,6 +132,19 @@ def bytes_of(memory: str | int) -> int:
     if parts is None or unit is None or float(parts[1]) <= 0:
         raise ValueError(f'plan(memory={memory!r}): give bytes, or a size such as "80GB" (10⁹ bytes) or "80GiB" (2³⁰).')
     return int(float(parts[1]) * unit)
+
+
+def batch_of(step: Traced, axis: int) -> int:
+    """The size of the batch: the commonest size of an axis among the inputs of a step.
+
+    Raises:
+        ValueError: No input has such an axis.
+    """
+    arrays = zip(step.kinds, step.program.arrays, strict=True)
+    sizes = [x.shape[axis] for kind, x in arrays if kind == INPUTS and x.ndim > axis >= 0]
+    if not sizes:
+        raise ValueError(f"plan(batch_axis={axis}): no input of the step has such an axis.")
+    return collections.Counter(sizes).most_common(1)[0][0]
 
 
 class _Planner:
@@ -190,7 +211,7 @@ class _Planner:
         found = cheapest(self.options, self.measure, 0 if budget is None else budget)
         return (*self.start, *found.chosen)
 
-    def errors(self, args: Any, kwargs: Any) -> dict[Combination, float]:
+    def errors(self, args: Any, kwargs: Any, chosen: Combination) -> dict[Combination, float]:
         """The errors of the gradients of a loss with each change, if its arguments are arrays."""
         _, args, kwargs, _ = functional(self.step.fun, args, kwargs)
         leaves = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
@@ -206,7 +227,7 @@ class _Planner:
             warnings.simplefilter("ignore")
             with contexts.autocast_disabled(True), jax.default_matmul_precision("highest"):
                 expected = gradients(())
-            combinations = [(), *self._rows()] if not self.plain else self._rows()
+            combinations = [*([] if self.plain else [()]), *self._rows(), *([chosen] if chosen else [])]
             return {each: relative_error(gradients(each), expected) for each in combinations}
 
     def _rows(self) -> list[Combination]:
@@ -214,30 +235,30 @@ class _Planner:
         start = [self.start] if self.start else []
         return [*start, *((*self.start, change) for change in self.options)]
 
-    def batches(self, budget: int | None, axis: int, chosen: Combination) -> tuple[dict[Combination, int], int]:
+    def batches(self, budget: int, axis: int, chosen: Combination) -> tuple[dict[Combination, int], int]:
         """The largest batch that fits with each change, and that of the step."""
-        if budget is None:
-            raise ValueError("plan(batch_axis=...): the device's memory is not known; give memory=.")
-        arrays = zip(self.given.kinds, self.given.program.arrays, strict=True)
-        sizes = [x.shape[axis] for kind, x in arrays if kind == INPUTS and x.ndim > axis >= 0]
-        if not sizes:
-            raise ValueError(f"plan(batch_axis={axis}): no input of the step has such an axis.")
-        batch, _ = collections.Counter(sizes).most_common(1)[0]
+        batch = batch_of(self.given, axis)
         unit = max(
             [1, *(_shards(x, axis) for x in self.given.program.arrays if x.ndim > axis and x.shape[axis] == batch)]
         )
 
-        def fits_with(changes: Combination) -> Callable[[int], bool]:
-            def fits(size: int) -> bool:
+        def peak_with(changes: Combination) -> Callable[[int], int]:
+            def peak(size: int) -> int:
                 if not self.quiet:
                     name = ", ".join(change.name for change in changes) or "as it is"
                     print(f"plan: compiling a batch of {size}: {name}", file=sys.stderr, flush=True)
-                return self.step.with_batch(axis, batch, size).compile(changes).peak <= budget
+                return self.step.with_batch(axis, batch, size).compile(changes).peak
 
-            return fits
+            return peak
 
-        found = dict.fromkeys([(), *self._rows(), chosen])
-        return {each: largest_batch(fits_with(each), batch, unit) for each in found}, batch
+        effective = [each for each in self._rows() if not self._is_idle(each)]
+        found = dict.fromkeys([(), *effective, chosen])
+        return {each: largest_batch(peak_with(each), budget, batch, unit) for each in found}, batch
+
+    def _is_idle(self, changes: Combination) -> bool:
+        """Whether a change leaves the program as it is."""
+        without = self.start if len(changes) > len(self.start) else ()
+        return bool(changes) and self._compiled(changes).program == self._compiled(without).program
 
     def rows(
         self, chosen: Combination, errors: Mapping[Combination, float], batches: Mapping[Combination, int]
@@ -248,13 +269,12 @@ class _Planner:
         for changes in [*every, *([] if chosen in every else [chosen])]:
             found = self._compiled(changes)
             name = " + ".join(change.name for change in changes) or "as it is"
-            without = self._compiled(self.start if len(changes) > len(self.start) else ())
             yield Tried(
                 name,
                 found.peak,
                 found.moved,
                 found.work if known else None,
-                bool(changes) and found.program == without.program,
+                self._is_idle(changes),
                 errors.get(changes),
                 batches.get(changes),
             )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from mpjax.planning.step import Change
 
 # Combinations that are compiled after the single changes, before the search takes another way.
 _TRIES = 3
-# A change that raises the peak by no more than this may lower it with others.
-_NEAR = 1.05
+# Further combinations that are compiled to lower the peak, for each change.
+_STEPS = 2
 
 
 class Measured(Protocol):
@@ -46,8 +46,9 @@ def cheapest(options: Sequence[Change], measure: Measure, budget: float) -> Foun
     Peak and work of a combination are first predicted: those of the step as it is, plus the differences that each
     change makes alone, plus the error of that sum in the largest smaller combination that was compiled. The combination
     with the least price of those predicted to fit is compiled, then the next. Two changes can also lower the peak only
-    together, each at its own place of the step: so if these do not fit, all changes that help are compiled together.
-    Others are added where they help then, and what is not needed is taken back, the dearest first.
+    together, each at its own place of the step: so if these do not fit, all changes that help are compiled together,
+    and changed one by one while that lowers the peak. If the step fits, what it does not need is taken back, the
+    dearest first.
 
     Args:
         options: The changes, of several axes. Those that change nothing are ignored.
@@ -72,31 +73,53 @@ def cheapest(options: Sequence[Change], measure: Measure, budget: float) -> Foun
 
     def compiled(combination: Combination) -> bool:
         """Whether the step fits with a combination, which is compiled."""
-        tried[frozenset(combination)] = measure(combination)
-        return tried[frozenset(combination)].peak <= budget
+        key = frozenset(combination)
+        tried[key] = tried[key] if key in tried else measure(combination)
+        return tried[key].peak <= budget
 
     for _ in range(_TRIES):
         fitting = [each for each in combinations([*alone]) if predicted(each)[0] <= budget]
-        best = min(fitting, key=lambda each: predicted(each)[1], default=None)
-        if best is None:
+        if not fitting:
             break
+        best = min(fitting, key=lambda each: predicted(each)[1])
         if compiled(best):
             return Found(best, True)
-    best = _least(alone, base)
-    fits = compiled(best)
-    for change in alone:  # that lower the peak with others, though not alone
-        if not fits and change not in best and alone[change].peak <= _NEAR * base.peak:
-            other = (*(each for each in best if each.axis != change.axis), change)
-            fits = compiled(other)
-            best = other if tried[frozenset(other)].peak < tried[frozenset(best)].peak else best
+    best = _lowered(_least(alone, base), alone, compiled, lambda each: tried[frozenset(each)].peak)
+    if tried[frozenset(best)].peak > budget:
+        least = min(tried, key=lambda each: (tried[each].peak, len(each)))
+        return Found(_in_order(least, options), False)
     for change in sorted(best, key=lambda change: predicted((change,))[1], reverse=True):
         rest = tuple(each for each in best if each is not change)
-        if compiled(rest) or (not fits and tried[frozenset(rest)].peak <= tried[frozenset(best)].peak):
-            best = rest
-    if not fits:
-        least = min(tried, key=lambda each: (tried[each].peak, len(each)))
-        best = tuple(change for change in options if change in least)
-    return Found(tuple(change for change in options if change in best), fits)
+        best = rest if compiled(rest) else best
+    return Found(_in_order(best, options), True)
+
+
+def _lowered(
+    start: Combination,
+    alone: Collection[Change],
+    compiled: Callable[[Combination], bool],
+    peak: Callable[[Combination], int],
+) -> Combination:
+    """Adds, replaces and takes back one change at a time while that lowers the peak, until the step fits."""
+    best, unsuccessful, left = start, 0, _STEPS * len(alone)
+    if compiled(best):
+        return best
+    for change in itertools.cycle(alone):
+        if unsuccessful == len(alone) or not left:
+            break
+        kept = tuple(each for each in best if each.axis != change.axis)
+        other = kept if change in best else (*kept, change)
+        left -= 1
+        fits = compiled(other)
+        unsuccessful = 0 if peak(other) < peak(best) else unsuccessful + 1
+        best = best if unsuccessful else other
+        if fits:
+            break
+    return best
+
+
+def _in_order(changes: Iterable[Change], options: Sequence[Change]) -> Combination:
+    return tuple(change for change in options if change in {*changes})
 
 
 def _least(alone: dict[Change, Measured], base: Measured) -> Combination:
@@ -113,19 +136,32 @@ def combinations(options: Sequence[Change]) -> Iterator[Combination]:
         yield tuple(change for change in chosen if change is not None)
 
 
-def largest_batch(fits: Callable[[int], bool], start: int, unit: int = 1) -> int:
+def largest_batch(peak: Callable[[int], float], budget: float, start: int, unit: int = 1) -> int:
     """The largest batch that fits, a multiple of `unit`, to one in 64; 0 if none does.
 
-    Doubles or halves from `start`, then bisects: the memory of a step grows with its batch.
+    Memory grows with the batch, almost in proportion: each size is where the line through the two nearest to the
+    budget meets it, within the bounds found so far; every third one halves them, so that any growth ends.
+
+    Args:
+        peak: The bytes at the peak with a batch.
+        budget: Bytes.
+        start: The first batch that is tried.
 
     Example:
-        >>> largest_batch(lambda batch: batch <= 37, 8)
-        37
+        >>> largest_batch(lambda batch: 1000 + 7 * batch, 1290, 8)
+        41
     """
-    low, high = 0, max(start // unit, 1)
-    while fits(high * unit):
-        low, high = high, 2 * high
-    while high - low > max(1, low // 64):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * unit) else (low, middle)
+    low, high, size = 0, 0, max(start // unit, 1)
+    known: dict[int, float] = {}
+    while not high or high - low > max(1, low // 64):
+        known[size] = peak(size * unit)
+        low, high = (size, high) if known[size] <= budget else (low, size)
+        most = high - 1 if high else 4 * low
+        if len(known) == 1 or len(known) % 3 == 0:
+            size = (low + high) // 2 if high else 2 * low
+        else:
+            a, b = sorted(known, key=lambda each: abs(known[each] - budget))[:2]
+            slope = (known[a] - known[b]) / (a - b)
+            size = int(a + (budget - known[a]) / slope) if slope > 0 else most
+        size = min(max(size, low + 1), max(most, 1))
     return low * unit

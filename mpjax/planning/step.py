@@ -23,7 +23,7 @@ from mpjax.inspection.trials import argument_names
 from mpjax.launcher.patches import autocast_gradients
 from mpjax.optimizer_state import low_bit_state
 from mpjax.planning.target import TARGETS, Target, traced_for
-from mpjax.planning.traffic import LAUNCH, bytes_moved, summary
+from mpjax.planning.traffic import LAUNCH, bytes_moved, program_bytes, summary
 from mpjax.program import compat, contexts
 from mpjax.program.graph import walk
 from mpjax.program.inlining import flow_of
@@ -257,7 +257,8 @@ class Step:
     def compile(self, changes: Sequence[Change] = ()) -> Compiled:
         """Compiles the step under changes; a program that was compiled before is not compiled again."""
         traced = self.traced(changes)
-        self._known.pop(frozenset(changes))  # A jaxpr of each combination would be too many.
+        if changes:
+            self._known.pop(frozenset(changes))  # A jaxpr of each combination would be too many.
         shapes = [self.place.placed(x) for x in traced.program.arrays]
         call: Any = jax.extend.core.jaxpr_as_fun(traced.program.jaxpr)
         with self.place.context():
@@ -269,7 +270,7 @@ class Step:
                 warnings.simplefilter("ignore")
                 found = lowered.compile()
             text = found.as_text() or ""
-            self.compiled[name] = Compiled(peak_of(found), *self._work(text), text, traced, name)
+            self.compiled[name] = Compiled(program_bytes(found), *self._work(text), text, traced, name)
         return dataclasses.replace(self.compiled[name], traced=traced)
 
     def _work(self, text: str) -> tuple[float, int]:
@@ -306,16 +307,6 @@ class Step:
 
 def _is_info(x: Any) -> bool:
     return hasattr(x, "donated")
-
-
-def peak_of(compiled: Any) -> int:
-    """XLA's plan of a program's memory, in bytes.
-
-    Its own figure for the peak has no temporaries on a CPU; libtpu gives only that one.
-    """
-    plan = compiled.memory_analysis()
-    total = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
-    return max(total - plan.alias_size_in_bytes, plan.peak_memory_in_bytes)
 
 
 def carried_by(program: TracedCall, args: Any, kwargs: Any) -> dict[int, int]:

@@ -52,6 +52,16 @@ class Kernel:
     flops: int = 0
 
 
+def program_bytes(compiled: Any) -> int:
+    """Device memory of a program in XLA's plan: arguments, results and temporaries; donated arguments count once.
+
+    XLA's own figure for the peak has no temporaries on a CPU, and includes vector memory on a TPU.
+    """
+    plan = compiled.memory_analysis()
+    total = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
+    return total - plan.alias_size_in_bytes
+
+
 def bytes_moved(text: str) -> int:
     """The bytes that the kernels of a compiled program read and write."""
     program = HloModule(text)

@@ -1,0 +1,359 @@
+"""`plan`: XLA's peak, what it consists of, and changes that do what the plan says when they are made by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from typing import get_args
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mpjax
+from mpjax.casting.rules import Residuals
+from mpjax.inspection.cli import main
+from mpjax.planning.plan import bytes_of
+from mpjax.planning.step import CAST, CHECKPOINT, DONATE, LOW_BIT, Place, Step
+from mpjax.planning.target import TARGETS
+from tests.planning.programs import (
+    LAYERS,
+    ROWS,
+    WIDTH,
+    arrays,
+    attention_loss,
+    attention_shapes,
+    checkpointed,
+    compiled_bytes,
+    half,
+    loss_fn,
+    shapes,
+    step_of,
+)
+
+ADAM = optax.adam(1e-3)
+WEIGHTS = 2 * LAYERS * WIDTH * WIDTH * 4
+
+
+def donating(step):
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """A step in float32, without mpjax, that does not fit as it is."""
+    return mpjax.plan(donating(step_of(loss_fn)), *shapes(), memory="3MB")
+
+
+def row(report, name):
+    return next(row for row in report.options if row.name == name)
+
+
+def test_peak_is_xlas_own(plain):
+    assert plain.peak == pytest.approx(compiled_bytes(step_of(loss_fn), *shapes()), rel=0.01)
+
+
+def test_kinds_add_up_to_the_peak(plain):
+    assert sum(plain.kinds.values()) == plain.peak
+    assert plain.kinds["parameters"] == WEIGHTS
+    assert plain.kinds["optimizer state"] == pytest.approx(2 * WEIGHTS, rel=0.01)
+    assert plain.kinds["inputs"] == ROWS * WIDTH * 4
+    assert plain.kinds["kept activations"] >= 2 * LAYERS * ROWS * WIDTH * 4  # at least x and the tanh of each layer
+    kept = [held for held in plain.memory.held if held.kind == "kept activations"]
+    assert any(held.source.startswith("programs.py:") for held in kept)
+
+
+def test_a_program_without_mpjax_is_tried_under_autocast_of_what_it_differentiates(plain):
+    by_hand = compiled_bytes(step_of(half(loss_fn)), *shapes())
+    assert row(plain, "autocast").peak == pytest.approx(by_hand, rel=0.01)
+    assert plain.edits[0].startswith("differentiate mpjax.autocast(loss_fn, 'mixed_bfloat16'")
+    assert plain.fits
+    assert plain.after.peak <= plain.budget
+
+
+def test_autocast_is_around_the_step_where_its_gradient_is_out_of_reach():
+    gradient = jax.value_and_grad(loss_fn)
+
+    def step(params, x):
+        value, grads = gradient(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    params, _, x = shapes()
+    report = mpjax.plan(jax.jit(step, donate_argnums=0), params, x, memory="1KB")
+    assert report.edits[0].startswith("run mpjax.autocast(step, 'mixed_bfloat16'")
+
+
+def test_planning_leaves_jax_as_it_was():
+    before = jax.grad, jax.value_and_grad, jax.vjp, jax.linearize
+    step = step_of(loss_fn)
+    params, x = arrays()
+    args = params, ADAM.init(params), x
+    expected = jax.jit(step)(*args)
+    jitted = jax.jit(step)
+    mpjax.plan(jitted, *shapes(), memory="1GB")
+    assert (jax.grad, jax.value_and_grad, jax.vjp, jax.linearize) == before
+    assert all(map(np.array_equal, jax.tree.leaves(jitted(*args)), jax.tree.leaves(expected)))
+
+
+LEAN = mpjax.low_bit_state(ADAM)
+BY_HAND = {
+    "checkpoint": (CHECKPOINT, lambda: compiled_bytes(step_of(half(checkpointed)), *shapes())),
+    "low_bit_state": (LOW_BIT, lambda: compiled_bytes(step_of(half(loss_fn), LEAN), *shapes(LEAN))),
+    "donate": (DONATE, lambda: compiled_bytes(step_of(half(loss_fn)), *shapes())),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_an_edit_made_by_hand_has_the_planned_peak(name):
+    change, by_hand = BY_HAND[name]
+    jitted = jax.jit if name == "donate" else donating
+    step = Step(jitted(step_of(half(loss_fn))), shapes(), {}, Place.of(None, None), mpjax.get_policy("mixed_bfloat16"))
+    assert step.compile((change,)).peak == pytest.approx(by_hand(), rel=0.03)
+
+
+def test_chosen_rules_have_the_planned_peak():
+    args = attention_shapes()
+    gradient = jax.grad(mpjax.autocast(attention_loss, "mixed_bfloat16"))
+    before = compiled_bytes(gradient, *args, donate=())
+    report = mpjax.plan(gradient, *args, memory=int(0.9 * before))
+    assert report.peak == pytest.approx(before, rel=0.01)
+    if report.rules is not None:
+        by_hand = jax.grad(mpjax.autocast(attention_loss, "mixed_bfloat16", rules=report.rules))
+        assert report.after.peak == pytest.approx(compiled_bytes(by_hand, *args, donate=()), rel=0.03)
+    assert {"scores", "logits"} & {*report.kinds}
+
+
+def test_every_value_of_an_option_is_tried():
+    report = mpjax.plan(jax.grad(half(attention_loss)), *attention_shapes(), memory="1KB")
+    names = {row.name for row in report.options}
+    assert {f'residuals="{value}"' for value in get_args(Residuals) if value != "auto"} <= names
+    assert {'attention="fused"', 'cross_entropy="fused"', 'residual_stream="float32"'} <= names
+    assert row(report, 'residual_stream="half"').same
+
+
+def test_a_step_that_fits_needs_nothing():
+    report = mpjax.plan(donating(step_of(loss_fn)), *shapes(), memory="1GB")
+    assert (report.fits, report.chosen, report.rules, report.edits, report.after) == (True, (), None, (), None)
+    assert report.headline.startswith("fits: ")
+    assert not report.failure()
+
+
+def test_a_budget_that_cannot_be_met_says_how_far_the_best_is():
+    report = mpjax.plan(donating(step_of(loss_fn)), *shapes(), memory="500kB")
+    assert report.fits is False
+    assert report.after.peak == min(row.peak for row in report.options)
+    missing = (report.after.peak - 500_000) / 1e6
+    assert f"{missing:.3g} MB too much" in report.failure()
+    assert "the least found is" in report.failure()
+
+
+def test_without_a_known_memory_the_least_is_shown():
+    report = mpjax.plan(donating(step_of(loss_fn)), *shapes())
+    assert report.fits is None
+    assert report.after.peak < report.peak
+    assert not report.failure()
+    assert "memory= gives it" in str(report)
+
+
+def test_nothing_is_allocated():
+    vast = 1 << 17  # 64 GiB in float32
+    params, opt_state, x = shapes(width=vast)
+    report = mpjax.plan(donating(step_of(loss_fn)), params, opt_state, x, memory="10TB")
+    assert report.peak > 3 * 2 * LAYERS * vast**2 * 4
+
+
+def test_the_gradient_of_a_loss_is_planned():
+    params, _, x = shapes()
+    report = mpjax.plan(loss_fn, params, x, memory="1GB")
+    assert report.peak == pytest.approx(compiled_bytes(jax.grad(loss_fn), params, x, donate=()), rel=0.01)
+    assert report.kinds["parameters"] == WEIGHTS
+    assert any("the gradient of the loss" in note for note in report.notes)
+
+
+def test_errors_are_of_the_gradients_on_given_arrays():
+    report = mpjax.plan(loss_fn, *arrays(), memory="1KB")
+    errors = {row.name: row.error for row in report.options if row.error is not None}
+    assert 0 < errors["autocast"] < 0.05
+    assert errors['autocast + residual_stream="float32"'] <= errors["autocast"]
+    assert "error" in str(report)
+
+
+def test_largest_batch():
+    step = donating(step_of(half(loss_fn)))
+    report = mpjax.plan(step, *shapes(), memory="3MB", batch_axis=0)
+    assert report.batch == ROWS
+    for name, rows in {"as it is": {}, 'residual_stream="float32"': {"residual_stream": "float32"}}.items():
+        found = row(report, name).batch
+        by_hand = step_of(half(loss_fn, **rows))
+        assert compiled_bytes(by_hand, *shapes(rows=found)) <= 3e6 < compiled_bytes(by_hand, *shapes(rows=found + 8))
+    assert row(report, "checkpoint").batch > row(report, "as it is").batch
+    assert "largest batch" in str(report)
+
+
+@pytest.mark.parametrize("sharded", ["data", "weights"])
+def test_a_mesh_divides_what_its_axes_shard(sharded):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = P(None, None, "data")
+
+    def placed(tree, spec):
+        return jax.tree.map(lambda x: x.update(sharding=NamedSharding(mesh, spec if x.ndim == 3 else P())), tree)
+
+    params, opt_state, x = shapes()
+    x = x.update(sharding=NamedSharding(mesh, P("data")))
+    if sharded == "weights":
+        params, opt_state = placed(params, spec), placed(opt_state, spec)
+    report = mpjax.plan(donating(step_of(loss_fn)), params, opt_state, x, memory="1GB", mesh={"data": 4})
+    assert report.kinds["inputs"] == ROWS * WIDTH * 4 // 4
+    assert report.kinds["parameters"] == WEIGHTS // (4 if sharded == "weights" else 1)
+    assert "each of 4 ×" in report.device
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(64, 256, rngs=rngs), nnx.Linear(256, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def test_nnx_modules_and_optimizers():
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    @nnx.jit
+    def train_step(model, optimizer, x):
+        value, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return value
+
+    weights = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))) * 4
+    report = mpjax.plan(train_step, model, optimizer, jnp.ones((512, 64)), memory="1KB")
+    assert report.kinds["parameters"] == weights
+    assert report.kinds["optimizer state"] == pytest.approx(2 * weights, rel=0.01)
+    assert row(report, "autocast + low_bit_state").peak < row(report, "autocast").peak
+    assert row(report, "autocast + donate").peak < row(report, "autocast").peak
+
+
+def test_train_state():
+    model = nn.Sequential([nn.Dense(256), nn.relu, nn.Dense(64)])
+    x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    make = lambda params: TrainState.create(apply_fn=model.apply, params=params, tx=ADAM)
+
+    def train_step(state, x):
+        grads = jax.grad(lambda params: jnp.mean(state.apply_fn(params, x) ** 2))(state.params)
+        return state.apply_gradients(grads=grads)
+
+    report = mpjax.plan(jax.jit(train_step, donate_argnums=0), jax.eval_shape(make, params), x, memory="1KB")
+    weights = sum(x.size for x in jax.tree.leaves(params)) * 4
+    assert report.kinds["parameters"] == weights
+    assert report.kinds["optimizer state"] == pytest.approx(2 * weights, rel=0.01)
+    assert "donate" not in " ".join(row.name for row in report.options)
+
+
+def test_report_in_every_form(plain, tmp_path):
+    assert plain.headline.startswith("does not fit as it is: ")
+    assert repr(plain) == f"<PlanReport: {plain.headline}>"
+    content = json.loads(plain.to_json())
+    assert content["peak"] == plain.peak
+    assert content["rules"] is None or content["rules"]["residuals"]
+    assert len(plain.to_csv().splitlines()) == 1 + len(plain.options)
+    page = plain.to_html(tmp_path / "plan.html")
+    assert page.count("<img") == 1
+    plain.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 1000
+    assert all(
+        set(point) <= {*plain.kinds, *plain.after.kinds} | {"gradients", "results"} for point in plain.memory.timeline
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": "h20"}, "plan(target='h20'): there are h200, "),
+        ({"memory": "80 gigs"}, "plan(memory='80 gigs'): give bytes"),
+        ({"memory": "-1GB"}, "plan(memory='-1GB'): give bytes"),
+        ({"mesh": {"data": 0}}, "plan(mesh={'data': 0}): give the size"),
+        ({"mesh": {"data": 4096}}, "4096 devices, and here are"),
+        ({"memory": "1GB", "batch_axis": 7}, "plan(batch_axis=7): no input"),
+        ({"batch_axis": 0}, "give memory="),
+        ({"policy": "mixed_float61"}, "mixed_float61"),
+    ],
+)
+def test_bad_arguments_are_quoted(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mpjax.plan(donating(step_of(loss_fn)), *shapes(), **options)
+
+
+def test_sizes():
+    assert [bytes_of(x) for x in ("1.5kB", "80 GiB", 7)] == [1500, 80 * 2**30, 7]
+
+
+def test_without_its_compiler_a_target_says_what_to_install():
+    if TARGETS["h200"].devices() is not None:
+        pytest.skip("JAX's CUDA plugin is installed")
+    with pytest.raises(
+        RuntimeError, match="plan\\(target='H200'\\): JAX's CUDA plugin is not installed \\(pip install"
+    ):
+        mpjax.plan(donating(step_of(loss_fn)), *shapes(), target="h200")
+
+
+@pytest.mark.parametrize("target", ["h200", "a100", "l4"])
+def test_a_described_gpu_has_xlas_peak_of_it(target):
+    found = TARGETS[target].devices()
+    if found is None:
+        pytest.skip("JAX's CUDA plugin is not installed")
+    report = mpjax.plan(donating(step_of(loss_fn)), *shapes(), target=target)
+    assert report.device == TARGETS[target].name
+    assert report.options[0].seconds > 0
+    assert sum(report.kinds.values()) == report.peak
+    assert report.fits
+
+
+def test_changes_apply_together():
+    step = Step(step_of(loss_fn), shapes(), {}, Place.of(None, None), mpjax.get_policy("mixed_bfloat16"))
+    together = step.compile((CAST, CHECKPOINT, DONATE, LOW_BIT)).peak
+    by_hand = compiled_bytes(step_of(half(checkpointed), LEAN), *shapes(LEAN))
+    assert together == pytest.approx(by_hand, rel=0.03)
+
+
+SCRIPT = """
+import jax, jax.numpy as jnp
+
+def train_step(w, x):
+    return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) @ w))(w)
+
+def shapes():
+    return jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((512, 64), jnp.float32)
+"""
+
+
+def test_command_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "train_to_plan.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    call = ["plan", "train_to_plan.py:train_step", "--args", "shapes"]
+    assert main([*call, "--memory", "1GB", "--json", "plan.json", "--html", "plan.html"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[1].startswith("fits: ")
+    assert "plan: compiling 1: as it is" in err
+    assert json.loads((tmp_path / "plan.json").read_text())["fits"] is True
+    assert main([*call, "--memory", "1kB", "--quiet"]) == 1
+    out, err = capsys.readouterr()
+    assert "too much" in out
+    assert not err
+    assert main([*call, "--memory", "much"]) == 2
+    assert "plan(memory='much')" in capsys.readouterr().err
+
+
+def test_planning_is_imported_at_first_use():
+    code = "import sys, mpjax, mpjax.inspection; assert not any('planning' in name for name in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
