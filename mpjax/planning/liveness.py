@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from mpjax.inspection.profiling.hlo import HloModule, Line, module_path, sizes
 from mpjax.planning.traffic import ARRAY, elements_size, flat
-from mpjax.program.source import informative_frame
+from mpjax.program.source import informative_frame, is_library_file
 
 # By name: XLA's opcodes.
 
@@ -42,6 +42,7 @@ class Buffer:
         made, read: The passes that write and read it: `FORWARD`, `BACKWARD`, `OUTSIDE` of differentiation.
         module, source: The module path and the line that made it.
         cast: Whether it is a copy of an argument in another dtype.
+        updated: Whether it is named for what is written into a slice of it.
     """
 
     bytes: int
@@ -56,6 +57,7 @@ class Buffer:
     module: str = ""
     source: str = ""
     cast: bool = False
+    updated: bool = False
 
     def touch(self, now: int) -> None:
         """Notes that an instruction reads or writes it."""
@@ -224,12 +226,13 @@ class _Schedule:
     def _note(
         self, buffer: Buffer, line: Line, kind: str, operands: Sequence[list[Buffer]], update: int | None
     ) -> None:
-        """Notes which instruction wrote a buffer; the first of a pass that is told names it.
+        """Notes which instruction wrote a buffer; the first whose pass is known names it.
 
-        An update of a slice, such as what an iteration of a scan keeps, has the name of what it writes.
+        An update of a slice, such as what an iteration of a scan keeps, has the name of what it writes first.
         """
-        if kind and not buffer.made - {""}:
-            written = None if update is None else self._written(line, update, operands)
+        written = None if update is None else self._written(line, update, operands)
+        if kind and (not buffer.made - {""} or (written is not None and not buffer.updated)):
+            buffer.updated = written is not None
             if isinstance(written, Buffer):
                 buffer.module, buffer.source = written.module, written.source
             else:
@@ -242,7 +245,8 @@ class _Schedule:
     def _place(self, line: Line) -> tuple[str, str]:
         places = self.program.places(line)
         which = informative_frame([path for path, _ in places])
-        source = "" if which is None else f"{places[which][0].rsplit('/', 1)[-1]}:{places[which][1]}"
+        file, number = ("", "") if which is None else places[which]
+        source = "" if not file or is_library_file(file) else f"{file.rsplit('/', 1)[-1]}:{number}"
         return module_path(line.op_name), source
 
     def _written(self, line: Line, result: int, operands: Sequence[list[Buffer]]) -> Line | Buffer | None:
