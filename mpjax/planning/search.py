@@ -47,8 +47,8 @@ def cheapest(options: Sequence[Change], measure: Measure, budget: float) -> Foun
     change makes alone, plus the error of that sum in the largest smaller combination that was compiled. The combination
     with the least price of those predicted to fit is compiled, then the next. Two changes can also lower the peak only
     together, each at its own place of the step: so if these do not fit, all changes that help are compiled together,
-    and changed one by one while that lowers the peak. If the step fits, what it does not need is taken back, the
-    dearest first.
+    and changed one by one while that lowers the peak. At last each change is taken back or added once, the dearest
+    first, if the step still fits and gets cheaper.
 
     Args:
         options: The changes, of several axes. Those that change nothing are ignored.
@@ -77,20 +77,22 @@ def cheapest(options: Sequence[Change], measure: Measure, budget: float) -> Foun
         tried[key] = tried[key] if key in tried else measure(combination)
         return tried[key].peak <= budget
 
+    best = None
     for _ in range(_TRIES):
         fitting = [each for each in combinations([*alone]) if predicted(each)[0] <= budget]
-        if not fitting:
+        cheap = min(fitting, key=lambda each: predicted(each)[1], default=None)
+        if cheap is None or compiled(cheap):
+            best = cheap
             break
-        best = min(fitting, key=lambda each: predicted(each)[1])
-        if compiled(best):
-            return Found(best, True)
-    best = _lowered(_least(alone, base), alone, compiled, lambda each: tried[frozenset(each)].peak)
-    if tried[frozenset(best)].peak > budget:
+    if best is None:
+        best = _lowered(_least(alone, base), alone, compiled, lambda each: tried[frozenset(each)].peak)
+    if not compiled(best):
         least = min(tried, key=lambda each: (tried[each].peak, len(each)))
         return Found(_in_order(least, options), False)
-    for change in sorted(best, key=lambda change: predicted((change,))[1], reverse=True):
-        rest = tuple(each for each in best if each is not change)
-        best = rest if compiled(rest) else best
+    for change in sorted(alone, key=lambda change: predicted((change,))[1], reverse=True):
+        other = _toggled(best, change)
+        if predicted(other)[1] < predicted(best)[1] and compiled(other):
+            best = other if predicted(other)[1] < predicted(best)[1] else best
     return Found(_in_order(best, options), True)
 
 
@@ -107,8 +109,7 @@ def _lowered(
     for change in itertools.cycle(alone):
         if unsuccessful == len(alone) or not left:
             break
-        kept = tuple(each for each in best if each.axis != change.axis)
-        other = kept if change in best else (*kept, change)
+        other = _toggled(best, change)
         left -= 1
         fits = compiled(other)
         unsuccessful = 0 if peak(other) < peak(best) else unsuccessful + 1
@@ -116,6 +117,12 @@ def _lowered(
         if fits:
             break
     return best
+
+
+def _toggled(changes: Combination, change: Change) -> Combination:
+    """The changes without one of them, or with one more, in place of another of its axis."""
+    kept = tuple(each for each in changes if each.axis != change.axis)
+    return kept if change in changes else (*kept, change)
 
 
 def _in_order(changes: Iterable[Change], options: Sequence[Change]) -> Combination:
