@@ -55,7 +55,7 @@ def planner_of(name: str) -> _Planner:
     tx = optax.adam(1e-3)
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        loss, grads = jax.value_and_grad(loss_fn, has_aux=REGISTRY[name].has_aux)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 

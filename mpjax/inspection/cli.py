@@ -193,9 +193,8 @@ The function and its arguments are named, and the script that contains them is n
 jax.ShapeDtypeStructs will do for audit, explain and plan. Or it yields batches, or tuples of arguments whose last is a
 batch.
 
-Exit codes: 0; 1 if something was found that was asked about (find_nonfinite, search, parity, plan, audit
---min-half); 2 for a
-mistake in the call.
+Exit codes: 0; 1 if something was found that was asked about (find_nonfinite, search, parity, plan, audit --min-half);
+2 for a mistake in the call.
 """
 
 

@@ -9,8 +9,6 @@ from mpjax.inspection.reports import added_up, folded, totals
 from mpjax.planning.liveness import BACKWARD, FORWARD, OUTSIDE, Buffer, buffers_of, live_at, live_bytes
 from mpjax.planning.step import PARAMETERS, Compiled
 
-# By name: JAX's primitives, in the names of instructions.
-
 GRADIENTS, KEPT, SCORES, LOGITS = "gradients", "kept activations", "scores", "logits"
 CASTS, RESULTS, WORKSPACE = "casts of parameters", "results", "workspace"
 _POINTS = 200  # of the picture

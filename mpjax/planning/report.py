@@ -142,6 +142,7 @@ class PlanReport(Report):
         rows = [
             (row.kind, row.module or "-", row.source or "-", row.dtype or "-", _bytes(row.bytes), str(row.count))
             for row in self.memory.held
+            if row.bytes > 0
         ]
         return Section("Largest, as it is", "", "kind|module|line|dtype|>bytes|>arrays", rows, shown=10)
 

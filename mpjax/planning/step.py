@@ -24,13 +24,13 @@ from mpjax.launcher.patches import autocast_gradients
 from mpjax.optimizer_state import low_bit_state
 from mpjax.planning.target import TARGETS, Target, traced_for
 from mpjax.planning.traffic import LAUNCH, bytes_moved, program_bytes, summary
-from mpjax.program import compat, contexts
+from mpjax.program import contexts
 from mpjax.program.graph import walk
 from mpjax.program.inlining import flow_of
 from mpjax.program.objects import contains_state, is_stateful
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import Op, primitive
-from mpjax.program.source import FORWARD
+from mpjax.program.source import BACKWARD, FORWARD
 from mpjax.program.tracing import TracedCall, is_array, trace, traced_call
 
 PARAMETERS, STATE, INPUTS = "parameters", "optimizer state", "inputs"
@@ -312,10 +312,14 @@ def _is_info(x: Any) -> bool:
 def carried_by(program: TracedCall, args: Any, kwargs: Any) -> dict[int, int]:
     """The arguments that a step returns updated, each with the number of the result.
 
-    An argument and a result belong together if they are trees of the same structure, shapes and dtypes. The state of
-    NNX objects is returned by the pure form of the call, array by array.
+    An argument and a result belong together if they are trees of the same structure, shapes and dtypes, unless the
+    result is a gradient: all of it leaves the backward pass. The state of NNX objects is returned by the pure form of
+    the call, array by array.
     """
-    avals = [v.aval for v in compat.open_jaxpr(program.jaxpr).jaxpr.outvars]
+    flow = flow_of(program.jaxpr)
+    avals = [value.aval for value in flow.outputs]
+    makers = [flow.maker(value) for value in flow.outputs]
+    gradients = {i for i, node in enumerate(makers) if node is not None and node.site.phase == BACKWARD}
     if contains_state((args, kwargs)):
         left = [(i, (aval.shape, aval.dtype)) for i, aval in enumerate(avals)]
         return dict(_in_order([(x.shape, x.dtype) for x in program.arrays], left))
@@ -329,7 +333,8 @@ def carried_by(program: TracedCall, args: Any, kwargs: Any) -> dict[int, int]:
         if match is not None:
             trees.remove(match)
             pairs = zip(jax.tree.leaves(given), jax.tree.leaves(match), strict=True)
-            found |= {a.number: b.number for a, b in pairs if isinstance(a, _Slot) and isinstance(b, _Slot)}
+            numbered = {a.number: b.number for a, b in pairs if isinstance(a, _Slot) and isinstance(b, _Slot)}
+            found |= {} if gradients.issuperset(numbered.values()) else numbered
     return found
 
 

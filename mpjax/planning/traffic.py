@@ -23,6 +23,8 @@ from mpjax.inspection.devices import Device
 from mpjax.inspection.profiling import hlo
 from mpjax.inspection.profiling.hlo import HloModule, Line, iterations
 
+# By name: XLA's opcodes.
+
 _NO_KERNEL = frozenset("parameter constant bitcast tuple get-tuple-element after-all opt-barrier".split())
 _SLICES = frozenset("slice dynamic-slice gather".split())
 # The operand that is written into the first operand, whose buffer is the result's.

@@ -179,6 +179,15 @@ def test_the_gradient_of_a_loss_is_planned():
     assert any("the gradient of the loss" in note for note in report.notes)
 
 
+def test_a_gradient_is_no_updated_argument():
+    params, _, x = shapes()
+    gradient = lambda params, x: jax.grad(half(loss_fn))(params, x)  # noqa: E731
+    report = mpjax.plan(gradient, params, x, memory="1KB")
+    assert report.kinds["parameters"] == WEIGHTS
+    assert report.kinds["inputs"] == ROWS * WIDTH * 4
+    assert "donate" not in {row.name for row in report.options}
+
+
 def test_errors_are_of_the_gradients_on_given_arrays():
     report = mpjax.plan(loss_fn, *arrays(), memory="1KB")
     errors = {row.name: row.error for row in report.options if row.error is not None}
