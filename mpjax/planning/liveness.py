@@ -35,7 +35,7 @@ class Buffer:
     """The memory of one array, and of those that take its place.
 
     Args:
-        bytes, dtype, elements: Its size; the dtype in JAX's names.
+        bytes, dtype, shape: Its size and type; the dtype in JAX's names.
         argument: The number of the program's argument that it is; None for any other.
         result: Whether the program returns it.
         start, end: The first and the last instruction that touches it, by number.
@@ -47,7 +47,7 @@ class Buffer:
 
     bytes: int
     dtype: str
-    elements: int
+    shape: tuple[int, ...]
     argument: int | None = None
     result: bool = False
     start: int = -1
@@ -58,6 +58,11 @@ class Buffer:
     source: str = ""
     cast: bool = False
     updated: bool = False
+
+    @property
+    def elements(self) -> int:
+        """The number of its elements."""
+        return math.prod(self.shape)
 
     def touch(self, now: int) -> None:
         """Notes that an instruction reads or writes it."""
@@ -288,7 +293,7 @@ class _Schedule:
                     yield i, first.number
 
     def _new(self, line: Line, argument: int | None = None, keep: bool = True) -> list[Buffer]:
-        made = [Buffer(size, dtype, count, argument) for dtype, size, count in arrays(line.type)]
+        made = [Buffer(size, dtype, shape, argument) for dtype, size, shape in arrays(line.type)]
         self.buffers.update(dict.fromkeys(made if keep else ()))
         return made
 
@@ -315,13 +320,13 @@ def _started(line: Line) -> str:
     return parts[line.opcode != "copy-start"] if len(parts) > 1 else line.type
 
 
-def arrays(hlo_type: str) -> list[tuple[str, int, int]]:
-    """The dtype, the bytes in device memory and the number of elements of each array of a type."""
+def arrays(hlo_type: str) -> list[tuple[str, int, tuple[int, ...]]]:
+    """The dtype, the bytes in device memory and the shape of each array of a type."""
     return [
         (
             sizes(found[0])[0][0],
             0 if found[4] else elements_size(found),
-            math.prod(int(d) for d in found[3].split(",") if d),
+            tuple(int(d) for d in found[3].split(",") if d),
         )
         for found in ARRAY.finditer(hlo_type)
     ]

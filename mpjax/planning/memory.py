@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 
 from mpjax.inspection.reports import added_up, folded, totals
@@ -65,7 +66,7 @@ def memory_of(compiled: Compiled, scores: Collection[int], logits: Collection[in
     buffers = buffers_of(compiled.text)
     kinds = compiled.traced.kinds
     sizes = {b.elements for b in buffers if b.argument is not None and kinds[b.argument] == PARAMETERS} - {1}
-    named = {b: _kind(b, kinds, sizes, scores, logits) for b in buffers}
+    named = {b: kind_of(b, kinds, sizes, scores, logits) for b in buffers}
     bytes_at = live_bytes(buffers)
     at = bytes_at.index(max(bytes_at))
     live = [*(b for b in buffers if b.argument is not None), *live_at(buffers, at)]
@@ -87,19 +88,27 @@ def memory_of(compiled: Compiled, scores: Collection[int], logits: Collection[in
     return Memory(compiled.peak, tuple(sorted(held, key=lambda row: -row.bytes)), tuple(timeline))
 
 
-def _kind(
+def kind_of(
     buffer: Buffer, kinds: Sequence[str], parameters: Collection[int], scores: Collection[int], logits: Collection[int]
 ) -> str:
+    """The kind of a buffer.
+
+    Args:
+        buffer: The buffer.
+        kinds: Those of the arguments.
+        parameters: The numbers of elements of the parameters.
+        scores, logits: Those of arrays of scores and of logits.
+    """
     if buffer.argument is not None:
         return kinds[buffer.argument]
     if buffer.cast and buffer.elements in parameters:
         return CASTS
     if BACKWARD in buffer.made and FORWARD not in buffer.made and (OUTSIDE in buffer.read or buffer.result):
         return GRADIENTS
-    if buffer.elements in logits:
-        return LOGITS
-    if buffer.elements and any(buffer.elements % count == 0 for count in scores):  # of all layers of a scan
-        return SCORES
+    of_layer = math.prod(buffer.shape[1:])  # of what a scan over layers keeps
+    for kind, counts in ((LOGITS, logits), (SCORES, scores)):
+        if buffer.elements in counts or of_layer in counts:
+            return kind
     if buffer.result:
         return RESULTS
     kept = not buffer.made <= {BACKWARD, ""} and BACKWARD in buffer.read

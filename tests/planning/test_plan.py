@@ -22,6 +22,8 @@ from jax.sharding import PartitionSpec as P
 import mpjax
 from mpjax.casting.rules import Residuals
 from mpjax.inspection.cli import main
+from mpjax.planning.liveness import BACKWARD, FORWARD, Buffer
+from mpjax.planning.memory import kind_of
 from mpjax.planning.plan import bytes_of
 from mpjax.planning.step import CAST, CHECKPOINT, DONATE, LOW_BIT, Place, Step
 from mpjax.planning.target import TARGETS
@@ -132,6 +134,23 @@ def test_chosen_rules_have_the_planned_peak():
     assert {"scores", "logits"} & {*report.kinds}
 
 
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        ((2, 4, 16, 16), "scores"),
+        ((6, 2, 4, 16, 16), "scores"),  # of all layers of a scan
+        ((2, 16, 64), "logits"),
+        ((3, 2, 16, 16, 4), "scores"),
+        ((2, 16, 3, 64), "kept activations"),  # a hidden layer of three times as many elements
+        ((2, 16, 32), "kept activations"),
+    ],
+)
+def test_scores_and_logits_are_told_by_their_size(shape, kind):
+    kept = Buffer(4 * int(np.prod(shape)), "float32", shape, made={FORWARD}, read={BACKWARD})
+    memory = kind_of(kept, [], (), scores={2 * 4 * 16 * 16}, logits={2 * 16 * 64})
+    assert memory == kind
+
+
 def test_every_value_of_an_option_is_tried():
     report = mpjax.plan(jax.grad(half(attention_loss)), *attention_shapes(), memory="1KB")
     names = {row.name for row in report.options}
@@ -181,7 +200,7 @@ def test_the_gradient_of_a_loss_is_planned():
 
 def test_a_gradient_is_no_updated_argument():
     params, _, x = shapes()
-    gradient = lambda params, x: jax.grad(half(loss_fn))(params, x)  # noqa: E731
+    gradient = lambda params, x: jax.grad(half(loss_fn))(params, x)
     report = mpjax.plan(gradient, params, x, memory="1KB")
     assert report.kinds["parameters"] == WEIGHTS
     assert report.kinds["inputs"] == ROWS * WIDTH * 4
