@@ -139,7 +139,7 @@ def test_chosen_rules_have_the_planned_peak():
     [
         ((2, 4, 16, 16), "scores"),
         ((6, 2, 4, 16, 16), "scores"),  # of all layers of a scan
-        ((2, 16, 64), "logits"),
+        ((2, 16, 100), "logits"),
         ((3, 2, 16, 16, 4), "scores"),
         ((2, 16, 3, 64), "kept activations"),  # a hidden layer of three times as many elements
         ((2, 16, 32), "kept activations"),
@@ -147,7 +147,7 @@ def test_chosen_rules_have_the_planned_peak():
 )
 def test_scores_and_logits_are_told_by_their_size(shape, kind):
     kept = Buffer(4 * int(np.prod(shape)), "float32", shape, made={FORWARD}, read={BACKWARD})
-    memory = kind_of(kept, [], (), scores={2 * 4 * 16 * 16}, logits={2 * 16 * 64})
+    memory = kind_of(kept, [], (), scores={2 * 4 * 16 * 16}, logits={2 * 16 * 100})
     assert memory == kind
 
 
