@@ -36,6 +36,7 @@ TITLES = {
     "launcher_foreign_cpu": "Scripts of other authors under the launcher",
     "parity_cpu": "Parity: half precision against float32, family by family",
     "inspection_cpu": "What the inspections cost",
+    "planning_cpu": "What plans choose, against an exhaustive search",
     "planted_cpu": "What the inspections answer to planted causes",
     "training_dry_run": "Training steps compiled for an H200 without a GPU",
     **{f"training_dry_run_{c}": f"Training steps compiled for a TPU {c} without a TPU" for c in ("v5e", "v6e", "v5p")},
