@@ -37,8 +37,8 @@ from mpjax.program import contexts
 from mpjax.program.tracing import functional, is_array
 
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-# Lower precision than half, in what is kept for the backward pass.
-_LOSSY = {"residuals": ("float8",)}
+# What is kept for the backward pass in more than eight bits.
+_PRECISE = ("half", "full")
 _DEFAULT_POLICY = "mixed_bfloat16"
 
 
@@ -63,10 +63,11 @@ def plan(
                            low_bit_state
 
     Args:
-        fun: A training step, a gradient or a loss, jitted or not, with mpjax or without. A step updates parameters and
-            optimizer state that it takes as arguments, and returns them. Of a loss, the gradient is planned.
-        *args: Its arguments; `jax.ShapeDtypeStruct`s will do. If all are arrays and `fun` is a loss, each change is
-            also run here, for the error of its gradients.
+        fun: A training step, a gradient, a loss or any other function, jitted or not, with mpjax or without. A step
+            returns the parameters and optimizer state that it takes as arguments. Of a loss, a function whose first
+            result is a scalar, the gradient is planned.
+        *args: Its arguments; `jax.ShapeDtypeStruct`s will do. If all are arrays and `fun` is no step, each change is
+            also run here, for the error of its gradients or results.
         target: A device that need not be present, such as `"h200"`, `"a100"` or `"v5e"`, or a
             `mpjax.planning.target.Target` with the numbers of another. None: JAX's own device.
         memory: What the step may take on each device, as `"80GB"`, `"40GiB"` or in bytes. None: the device's memory.
@@ -112,7 +113,7 @@ def plan(
     batch = None
     if budget is not None and batch_axis is not None:
         batches, batch = planner.batches(budget, batch_axis, found)
-    errors = planner.errors(given, kwargs, found) if not planner.base.traced.differentiates else {}
+    errors = planner.errors(given, kwargs, found) if not planner.given.carried else {}
     rows = planner.rows(found, errors, batches)
     return planner.report(budget, found, rows, batch)
 
@@ -174,7 +175,8 @@ class _Planner:
             }
             for axis, values in given.items():
                 for value in values:
-                    yield Change(axis, value, price=0.1 if value in _LOSSY.get(axis, ()) else 0.01)
+                    lossy = axis == "residuals" and value not in _PRECISE
+                    yield Change(axis, value, price=0.1 if lossy else 0.01)
             if self.step.traced((*self.start, CHECKPOINT)).trial.scans:
                 yield CHECKPOINT
         if start.carried and not start.donated:
@@ -212,7 +214,7 @@ class _Planner:
         return (*self.start, *found.chosen)
 
     def errors(self, args: Any, kwargs: Any, chosen: Combination) -> dict[Combination, float]:
-        """The errors of the gradients of a loss with each change, if its arguments are arrays."""
+        """The errors of the gradients with each change, if the arguments are arrays."""
         _, args, kwargs, _ = functional(self.step.fun, args, kwargs)
         leaves = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
         if not leaves or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves) or self.step.place.mesh is not None:
@@ -312,7 +314,7 @@ class _Planner:
         for change in chosen:
             if change.edit:
                 text = f", rules=mpjax.Rules({rules_text(rules)})" if rules is not None else ""
-                whole = change is CAST and self._compiled(chosen).traced.whole and self.given.differentiates
+                whole = change is CAST and self._compiled(chosen).traced.whole and not self.given.is_loss
                 yield (WHOLE if whole else change.edit).format(
                     policy=self._policy_name(), rules=text, argnums=self._argnums()
                 )
@@ -329,7 +331,7 @@ class _Planner:
     def _notes(self, budget: int | None) -> Iterator[str]:
         for name, why in self.failed.items():
             yield f"{name} does not compile: {why}"
-        if not self.given.differentiates:
+        if self.given.is_loss:
             yield "the gradient of the loss, with respect to its first argument, was planned: no optimizer is in it"
         if budget is None:
             yield "the device's memory is not known; memory= gives it"

@@ -24,7 +24,7 @@ class Tried:
         bytes_moved: The bytes that its kernels read and write.
         seconds: The least time of its kernels, at the device's peak rates of bytes and FLOPs; None if unknown.
         same: Whether it is the same program as without the change.
-        error: The relative error of the gradients against float32 on the given values; None if none were given.
+        error: The relative error of gradients or results against float32 on the given values; None if none were given.
         batch: The largest batch that fits; None if it was not sought.
     """
 

@@ -24,7 +24,7 @@ from mpjax.launcher.patches import autocast_gradients
 from mpjax.optimizer_state import low_bit_state
 from mpjax.planning.target import TARGETS, Target, traced_for
 from mpjax.planning.traffic import LAUNCH, bytes_moved, program_bytes, summary
-from mpjax.program import contexts
+from mpjax.program import compat, contexts
 from mpjax.program.graph import walk
 from mpjax.program.inlining import flow_of
 from mpjax.program.objects import contains_state, is_stateful
@@ -151,7 +151,7 @@ class Traced:
         donated: The arguments that it may overwrite.
         trial: What was tried, and what was found.
         whole: Whether autocast is around the whole step, not around what it differentiates.
-        differentiates: Whether the step takes a gradient itself.
+        is_loss: Whether it is the gradient of a loss that was given.
     """
 
     program: TracedCall
@@ -159,7 +159,7 @@ class Traced:
     carried: dict[int, int]
     donated: tuple[int, ...]
     trial: Trial
-    differentiates: bool
+    is_loss: bool
     whole: bool = False
 
     @property
@@ -237,12 +237,15 @@ class Step:
         names = argument_names(program, args, kwargs)
         differentiates = any(site.phase != FORWARD for site in walk(program.jaxpr))
         carried = carried_by(program, args, kwargs) if differentiates else {}
-        if not differentiates and (gradient := gradient_of(program)) is not None:
-            with contexts.scaled_losses(()):
+        first = next(iter(compat.open_jaxpr(program.jaxpr).jaxpr.outvars), None)
+        is_scalar = first is not None and first.aval.shape == () and compat.is_inexact(first.aval)
+        gradient = gradient_of(program) if is_scalar and not differentiates else None
+        if gradient is not None:
+            with contexts.scaled_losses(()):  # the user did not differentiate it
                 program = trace(gradient, tuple(program.arrays), {}, None)
         kinds = kinds_of(program, names, carried)
         program.names = names
-        return Traced(program, kinds, carried, self._donated, trial, differentiates, whole)
+        return Traced(program, kinds, carried, self._donated, trial, gradient is not None, whole)
 
     @functools.cached_property
     def _donated(self) -> tuple[int, ...]:

@@ -207,6 +207,26 @@ def test_a_gradient_is_no_updated_argument():
     assert "donate" not in {row.name for row in report.options}
 
 
+def test_inference_is_planned_as_it_is():
+    matrix = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+
+    def logits(w, x):
+        return jnp.tanh(x @ w) @ w
+
+    report = mpjax.plan(logits, matrix, matrix, memory="1GB")
+    assert report.peak == pytest.approx(compiled_bytes(logits, matrix, matrix, donate=()), rel=0.01)
+    assert not report.notes
+
+
+def test_a_model_with_a_policy_is_tried_under_other_rules():
+    model = mpjax.with_policy(nn.Sequential([nn.Dense(256), nn.gelu, nn.Dense(64)]), "mixed_bfloat16")
+    x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    report = mpjax.plan(lambda params, x: jnp.mean(model.apply(params, x) ** 2), params, x, memory="1KB")
+    assert "autocast" not in " ".join(row.name for row in report.options)
+    assert row(report, 'residuals="full"').peak != report.peak
+
+
 def test_errors_are_of_the_gradients_on_given_arrays():
     report = mpjax.plan(loss_fn, *arrays(), memory="1KB")
     errors = {row.name: row.error for row in report.options if row.error is not None}
