@@ -324,7 +324,7 @@ def carried_by(program: TracedCall, args: Any, kwargs: Any) -> dict[int, int]:
     makers = [flow.maker(value) for value in flow.outputs]
     gradients = {i for i, node in enumerate(makers) if node is not None and node.site.phase == BACKWARD}
     if contains_state((args, kwargs)):
-        left = [(i, (aval.shape, aval.dtype)) for i, aval in enumerate(avals)]
+        left = [(i, (aval.shape, aval.dtype)) for i, aval in enumerate(avals) if i not in gradients]
         return dict(_in_order([(x.shape, x.dtype) for x in program.arrays], left))
     out = program.rebuild([_Slot(i, aval.shape, aval.dtype) for i, aval in enumerate(avals)])
     numbers = iter(range(len(program.arrays)))
