@@ -142,6 +142,7 @@ def main() -> None:
     rows: dict[str, Row] = {}
     for name in args.programs:
         rows[name] = compared(name)
+        jax.clear_caches()  # The programs of all together would take more memory maps than Linux gives a process.
         print(name, rows[name], file=sys.stderr, flush=True)
     commands.publish("planning", rows, summary(rows), args.out)
     print(summary(rows))
