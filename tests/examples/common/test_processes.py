@@ -93,7 +93,7 @@ def test_two_processes_train_like_one(whole, tmp_path):
     assert "test accuracy" not in other  # The first process prints.
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_signal_to_any_process_saves_one_checkpoint_which_any_number_resumes(whole, tmp_path):
     output = tmp_path / "run"
     ended = processes.ends(
@@ -110,7 +110,7 @@ def test_a_signal_to_any_process_saves_one_checkpoint_which_any_number_resumes(w
     assert_close(output, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("victim", [0, 1])
 def test_processes_end_with_one_line_when_another_is_killed(victim, tmp_path):
     started = processes.start_two(
