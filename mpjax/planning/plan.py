@@ -12,7 +12,7 @@ from typing import Any, get_args
 import jax
 
 from mpjax.casting import Rules
-from mpjax.casting.rules import Attention, CrossEntropy, Residuals, ResidualStream
+from mpjax.casting.rules import Attention, CrossEntropy, ResidualStream
 from mpjax.inspection.trials import relative_error
 from mpjax.planning.memory import Memory, memory_of
 from mpjax.planning.report import PlanReport as PlanReport
@@ -38,7 +38,8 @@ from mpjax.program.tracing import functional, is_array
 
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 # What is kept for the backward pass in more than eight bits.
-_PRECISE = ("half", "full")
+# The price of each way to keep values: larger errors of gradients cost more. Stochastic rounding takes the same bytes.
+_RESIDUALS = {"half": 0.01, "int8": 0.1, "float8": 0.12, "full": 0.01}
 _DEFAULT_POLICY = "mixed_bfloat16"
 
 
@@ -170,13 +171,12 @@ class _Planner:
             given = {
                 "attention": [x for x in get_args(Attention) if x in ("fused", "unfused")] if self.scores else [],
                 "cross_entropy": get_args(CrossEntropy) if self.logits else [],
-                "residuals": [x for x in get_args(Residuals) if x != "auto"],
+                "residuals": _RESIDUALS,
                 "residual_stream": get_args(ResidualStream),
             }
             for axis, values in given.items():
                 for value in values:
-                    lossy = axis == "residuals" and value not in _PRECISE
-                    yield Change(axis, value, price=0.1 if lossy else 0.01)
+                    yield Change(axis, value, price=_RESIDUALS[value] if axis == "residuals" else 0.01)
             if self.step.traced((*self.start, CHECKPOINT)).trial.scans:
                 yield CHECKPOINT
         if start.carried and not start.donated:

@@ -154,7 +154,8 @@ def test_scores_and_logits_are_told_by_their_size(shape, kind):
 def test_every_value_of_an_option_is_tried():
     report = mpjax.plan(jax.grad(half(attention_loss)), *attention_shapes(), memory="1KB")
     names = {row.name for row in report.options}
-    assert {f'residuals="{value}"' for value in get_args(Residuals) if value != "auto"} <= names
+    values = {value for value in get_args(Residuals) if value != "auto" and not value.endswith("_stochastic")}
+    assert {f'residuals="{value}"' for value in values} <= names  # Stochastic rounding takes the same bytes.
     assert {'attention="fused"', 'cross_entropy="fused"', 'residual_stream="float32"'} <= names
     assert row(report, 'residual_stream="half"').same
 
