@@ -44,6 +44,7 @@ if _typing.TYPE_CHECKING:
     from mpjax.inspection import layerwise_error as layerwise_error
     from mpjax.inspection import numerics as numerics
     from mpjax.inspection import parity as parity
+    from mpjax.inspection import plan as plan
     from mpjax.inspection import profile as profile
     from mpjax.inspection import search as search
     from mpjax.inspection import watch as watch
@@ -71,7 +72,6 @@ if _typing.TYPE_CHECKING:
     from mpjax.optimizer_state import low_bit_state as low_bit_state
     from mpjax.optimizer_state import master_weights as master_weights
     from mpjax.optimizer_state import stochastic_rounding as stochastic_rounding
-    from mpjax.planning.plan import plan as plan
     from mpjax.policy import ExplicitDtypeWarning as ExplicitDtypeWarning
     from mpjax.policy import Policy as Policy
     from mpjax.policy import UnusedOverrideWarning as UnusedOverrideWarning

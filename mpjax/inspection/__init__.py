@@ -29,6 +29,8 @@ if _typing.TYPE_CHECKING:
     from mpjax.inspection.watching import WatchRecord as WatchRecord
     from mpjax.inspection.watching import WatchState as WatchState
     from mpjax.inspection.watching import watch as watch
+    from mpjax.planning.plan import PlanReport as PlanReport
+    from mpjax.planning.plan import plan as plan
 else:
     __all__ = sorted([*_FUNCTIONS, *_CLASSES])
     __getattr__, __dir__ = _lazy(__name__, _FUNCTIONS | _CLASSES)

@@ -151,6 +151,7 @@ def test_scores_and_logits_are_told_by_their_size(shape, kind):
     assert memory == kind
 
 
+@pytest.mark.exhaustive
 def test_every_value_of_an_option_is_tried():
     report = mpjax.plan(jax.grad(half(attention_loss)), *attention_shapes(), memory="1KB")
     names = {row.name for row in report.options}
@@ -236,6 +237,7 @@ def test_errors_are_of_the_gradients_on_given_arrays():
     assert "error" in str(report)
 
 
+@pytest.mark.exhaustive
 def test_largest_batch():
     step = donating(step_of(half(loss_fn)))
     report = mpjax.plan(step, *shapes(), memory="3MB", batch_axis=0)
