@@ -13,8 +13,8 @@ import mpjax
 from docs.make import FOLDER, MEASURED, NOT_RUN, PAGES, blocks, made
 
 # Pages whose rows come in another order before JAX 0.12, or name what is kept by another operation (tanh's derivative
-# has the primitive `one_minus_square` there, and a `sub` before).
-OF_NEWEST = {"distributed.md", "inspection/audit.md"}
+# has the primitive `one_minus_square` there, and a `sub` before), or that print what an older XLA plans otherwise.
+OF_NEWEST = {"distributed.md", "inspection/audit.md", "inspection/plan.md"}
 
 
 def text_of(page):
