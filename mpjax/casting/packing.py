@@ -1,4 +1,4 @@
-"""`Rules(residuals="float8")`: which half arrays the backward pass keeps in eight bits.
+"""`Rules(residuals="int8")` and `"float8"`: which half arrays the backward pass keeps in eight bits.
 
 An array is packed if all that its derivative is computed from reads it unpacked: matmuls, rematerialisation regions,
 and calls of `jax.checkpoint` that store their inputs alone. An array that anything else keeps in half is kept once, in
@@ -100,7 +100,10 @@ def _amplifies(eqns: Iterable[Any], rounded: set[Any], jaxpr: Any) -> bool:
         if _chooses(eqn, row):
             return True
         for opened, operands in inner:
-            inside = {w for w, i in zip(opened.invars, operands, strict=True) if i is not None and reads[i]}
+            # In a loop, what is rounded may reach every part of the carry.
+            inside = {
+                w for w, i in zip(opened.invars, operands, strict=True) if row.loop or (i is not None and reads[i])
+            }
             if _amplifies(opened.eqns, inside, opened):
                 return True
         if not row.kernel or inner:

@@ -214,7 +214,16 @@ def threshold(w, x):
     return jnp.mean((jnp.where(h > 0.5, 3.0 * h, h**2) @ w[2]) ** 2)
 
 
-@pytest.mark.parametrize("fun", [attention, pooled, logarithm, threshold], ids=lambda fun: fun.__name__)
+def through_a_carry(w, x):
+    """From the second iteration on, the logarithm reads what the first one put into the carry."""
+    step = lambda c, _: ((c[0], c[0]), jnp.log(1e-3 + c[1] ** 2))
+    second = jax.checkpoint(lambda h: jax.lax.scan(step, (h, jnp.ones_like(h)), None, length=2)[1][1])
+    return jnp.mean((second(layer(w, x) @ w[2]) @ w[2]) ** 2)
+
+
+@pytest.mark.parametrize(
+    "fun", [attention, pooled, logarithm, threshold, through_a_carry], ids=lambda fun: fun.__name__
+)
 def test_what_would_amplify_the_rounding_is_recomputed_from_half(fun):
     w, x = weights(), normal(32, 64, seed=4)
     exact = jax.jit(jax.grad(fun))(w, x)
