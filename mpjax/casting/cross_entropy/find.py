@@ -187,7 +187,7 @@ class _Search:
         return source if one_row and maker.params["broadcast_dimensions"][-1] == len(shape) - 1 else None
 
     def _as_padding(self, eqn: Any, v: Any) -> _Padding | None:
-        """A selection of logits but for padding, whose number is so low that no logit added to it would count."""
+        """Logits with padding, whose number is so low that a logit added to it is lost in float32."""
         mask, *cases = eqn.invars
         source = self._bias(mask, v.aval.shape) if len(cases) == 2 else None
         number = self._number(cases[1] if cases[0] is v else cases[0])
@@ -291,10 +291,10 @@ class _Search:
             off, on, hit = self._number(ins[1]), self._number(ins[2]), self._as_labels(ins[0])
             if off is not None and on is not None and hit is not None and hit.rest == 0:
                 return _times(hit, on - off)._replace(rest=off)
-        elif name == "gt" and (labels := self._as_labels(ins[0])) is not None and self._number(ins[1]) is not None:
-            least = self._number(ins[1])
-            is_hot = labels.rest == 0 and [factor for _, factor in labels.factors] == [1.0]
-            return labels if is_hot and least is not None and 0 <= least < 1 else None
+        elif name == "gt":
+            hot, least = self._as_labels(ins[0]), self._number(ins[1])
+            is_hot = hot is not None and hot.rest == 0 and [factor for _, factor in hot.factors] == [1.0]
+            return hot if is_hot and least is not None and 0 <= least < 1 else None
         elif name == "eq":
             for i in (0, 1):
                 if self._counts(ins[i]) and (label := self._source_of_row(ins[1 - i])) is not None:
