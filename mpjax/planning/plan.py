@@ -37,7 +37,6 @@ from mpjax.program import contexts
 from mpjax.program.tracing import functional, is_array
 
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-# What is kept for the backward pass in more than eight bits.
 # The price of each way to keep values: larger errors of gradients cost more. Stochastic rounding takes the same bytes.
 _RESIDUALS = {"half": 0.01, "int8": 0.1, "float8": 0.12, "full": 0.01}
 _DEFAULT_POLICY = "mixed_bfloat16"
