@@ -40,6 +40,16 @@ class Gpu:
     clock: float
     cache: int
 
+    @property
+    def threads(self) -> int:
+        """The threads that a multiprocessor holds."""
+        return _THREADS.get(self.capability, 2048)
+
+    @property
+    def shared(self) -> int:
+        """The bytes of shared memory that a block may ask for; a multiprocessor has 1 KiB more."""
+        return _SHARED.get(self.capability, 227) * 1024
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -109,8 +119,8 @@ class Target:
             major=major,
             minor=minor,
             fpus=64 if self.gpu.capability in ("7.0", "7.5", "8.0") else 128,
-            threads=_THREADS.get(self.gpu.capability, 2048),
-            shared=_SHARED.get(self.gpu.capability, 227) * 1024,
+            threads=self.gpu.threads,
+            shared=self.gpu.shared,
             bandwidth=int(self.bandwidth or DEVICES[self.key].bandwidth),
             **dataclasses.asdict(self.gpu),
         )

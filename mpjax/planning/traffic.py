@@ -88,9 +88,13 @@ def summary(text: str, device: Device, launch: float = LAUNCH) -> dict[str, Any]
 
 
 def _least_seconds(kernel: Kernel, instruction: hlo.Instruction, device: Device, launch: float) -> float:
+    return max(kernel.bytes / device.bandwidth, kernel.flops / peak(instruction, device)) + launch
+
+
+def peak(instruction: hlo.Instruction, device: Device) -> float:
+    """The peak rate of a matmul or convolution, in FLOP/s."""
     dtypes = [_NAMES[dtype] for dtype in ("f64", "f32", "f16", "bf16") if dtype in instruction.dtypes]
-    peak = device.peak(dtypes[0] if dtypes else "float16", "highest" if instruction.exact else "")
-    return max(kernel.bytes / device.bandwidth, kernel.flops / peak) + launch
+    return device.peak(dtypes[0] if dtypes else "float16", "highest" if instruction.exact else "")
 
 
 def bytes_of(launched: Iterable[Kernel]) -> int:
@@ -120,8 +124,8 @@ def kernels(program: HloModule, computation: str) -> list[Kernel]:
 
 def _flops(line: Line, siblings: Mapping[str, Line]) -> int:
     """FLOPs of a matmul or convolution, where a multiply-add counts as two; 0 for any other line."""
-    operands = [_dimensions(siblings[name].type) for name in line.operands[:2] if name in siblings]
-    labels, out = line.attribute(r"dim_labels=([\w?]+->\w+)"), _dimensions(line.type)
+    operands = [dimensions(siblings[name].type) for name in line.operands[:2] if name in siblings]
+    labels, out = line.attribute(r"dim_labels=([\w?]+->\w+)"), dimensions(line.type)
     if labels and line.opcode == "convolution" and len(operands) == 2:
         return _convolution_flops(line, labels, operands, out)
     if labels and len(operands) == 2:
@@ -163,7 +167,7 @@ def _labelled(labels: str, *sizes: list[int]) -> Iterable[tuple[str, list[int]]]
     return zip(re.split(r"_|->", labels), sizes, strict=True)
 
 
-def _dimensions(hlo_type: str) -> list[int]:
+def dimensions(hlo_type: str) -> list[int]:
     """The shape of an array, or of the first array of a tuple."""
     found = ARRAY.search(hlo_type)
     return [int(d) for d in found[3].split(",") if d] if found else []
