@@ -14,6 +14,7 @@ import jax
 from mpjax.casting import Rules
 from mpjax.casting.rules import Attention, CrossEntropy, ResidualStream
 from mpjax.inspection.trials import relative_error
+from mpjax.planning import kernel_time
 from mpjax.planning.memory import Memory, memory_of
 from mpjax.planning.report import PlanReport as PlanReport
 from mpjax.planning.report import Tried, rules_text
@@ -265,7 +266,6 @@ class _Planner:
         self, chosen: Combination, errors: Mapping[Combination, float], batches: Mapping[Combination, int]
     ) -> Iterable[Tried]:
         """The table: the step as it is, with each change, and with those that were chosen."""
-        known = self.step.place.target is not None and self.step.place.target.rates is not None
         every = [(), *self._rows()]
         for changes in [*every, *([] if chosen in every else [chosen])]:
             found = self._compiled(changes)
@@ -274,7 +274,8 @@ class _Planner:
                 name,
                 found.peak,
                 found.moved,
-                found.work if known else None,
+                found.least,
+                found.modelled,
                 self._is_idle(changes),
                 errors.get(changes),
                 batches.get(changes),
@@ -335,6 +336,9 @@ class _Planner:
         if budget is None:
             yield "the device's memory is not known; memory= gives it"
         if self.step.place.platform == "cuda" and self.step.place.target is not None:
+            yield kernel_time.unavailable(self.step.place.target) or (
+                kernel_time.NO_LAUNCHES if self.base.modelled is None else kernel_time.ACCURACY
+            )
             yield (
                 "without the device, XLA tries no matmul tiles and cuDNN chooses no algorithms: their scratch is not "
                 "in the plan"

@@ -23,6 +23,7 @@ class Tried:
         peak: Bytes at the peak on each device.
         bytes_moved: The bytes that its kernels read and write.
         seconds: The least time of its kernels, at the device's peak rates of bytes and FLOPs; None if unknown.
+        modelled: Their time by the model of `mpjax.planning.kernel_time`; None where it can't be told.
         same: Whether it is the same program as without the change.
         error: The relative error of gradients or results against float32 on the given values; None if none were given.
         batch: The largest batch that fits; None if it was not sought.
@@ -32,6 +33,7 @@ class Tried:
     peak: int
     bytes_moved: int
     seconds: float | None
+    modelled: float | None = None
     same: bool = False
     error: float | None = None
     batch: int | None = None
@@ -106,6 +108,7 @@ class PlanReport(Report):
         text = [self._answer(), *self._remedy()]
         work = [f"{amount(sum(self.flops.values()), 'FLOP')} of matmuls", f"{amount(first.bytes_moved, 'B')} moved"]
         work += [] if first.seconds is None else [f"{duration(first.seconds)} at least, at the device's peak rates"]
+        work += [] if first.modelled is None else [f"{duration(first.modelled)} by the model of its kernels"]
         sections = [Section(self.title, "\n".join([*text, ", ".join(work)])), self._kinds(), self._held()]
         sections += [self._options()]
         return sections + ([Section("Notes", "\n".join(self.notes))] if self.notes else [])
@@ -150,6 +153,7 @@ class PlanReport(Report):
         errors = any(row.error is not None for row in self.options)
         batches = any(row.batch is not None for row in self.options)
         timed = any(row.seconds is not None for row in self.options)
+        modelled = any(row.modelled is not None for row in self.options)
         first = self.options[0]
         rows = [
             (
@@ -158,13 +162,15 @@ class PlanReport(Report):
                 f"{row.peak / first.peak - 1:+.0%}",
                 f"{row.bytes_moved / max(first.bytes_moved, 1):.2f}×",
                 *([duration(row.seconds or 0.0)] if timed else []),
+                *([duration(row.modelled or 0.0)] if modelled else []),
                 *(["-" if row.error is None else percent(row.error)] if errors else []),
                 *(["-" if row.batch is None else str(row.batch)] if batches else []),
             )
             for row in self.options
             if not row.same
         ]
-        columns = "option|>peak|>change|>bytes moved" + "|>least time" * timed + "|>error" * errors
+        columns = "option|>peak|>change|>bytes moved" + "|>least time" * timed + "|>modelled" * modelled
+        columns += "|>error" * errors
         idle = [row.name for row in self.options if row.same]
         text = f"each compiled; {self.compiled} programs" + (f"\nno effect: {', '.join(idle)}" if idle else "")
         return Section("Options", text, columns + "|>largest batch" * batches, rows)

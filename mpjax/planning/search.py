@@ -18,8 +18,10 @@ class Measured(Protocol):
     """What is known of a compiled combination: bytes at the peak, and work."""
 
     peak: int
-    work: float
     program: str
+
+    @property
+    def work(self) -> float: ...
 
 
 Combination = tuple[Change, ...]

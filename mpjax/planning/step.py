@@ -22,6 +22,7 @@ from mpjax.inspection.auditing.matmuls import Matmul, matmuls_of
 from mpjax.inspection.trials import argument_names
 from mpjax.launcher.patches import autocast_gradients
 from mpjax.optimizer_state import low_bit_state
+from mpjax.planning import kernel_time
 from mpjax.planning.target import TARGETS, Target, traced_for
 from mpjax.planning.traffic import LAUNCH, bytes_moved, program_bytes, summary
 from mpjax.program import compat, contexts
@@ -176,7 +177,8 @@ class Compiled:
 
     Args:
         peak: XLA's plan of its memory on each device: arguments, results and temporaries, in bytes.
-        work: The least time of its kernels in seconds where the device's rates are known, else the bytes they move.
+        least: The least time of its kernels at the device's peak rates, in seconds; None if these are not known.
+        modelled: The time of its kernels by `kernel_time`; None without a model.
         moved: The bytes that its kernels read and write.
         text: Its optimised HLO.
         traced: What was compiled.
@@ -184,11 +186,17 @@ class Compiled:
     """
 
     peak: int
-    work: float
+    least: float | None
+    modelled: float | None
     moved: int
     text: str
     traced: Traced
     program: str
+
+    @property
+    def work(self) -> float:
+        """What the choice compares: the time of its kernels, else the least, else the bytes that they move."""
+        return next((x for x in (self.modelled, self.least) if x is not None), float(self.moved))
 
 
 class Step:
@@ -273,16 +281,25 @@ class Step:
                 warnings.simplefilter("ignore")
                 found = lowered.compile()
             text = found.as_text() or ""
-            self.compiled[name] = Compiled(program_bytes(found), *self._work(text), text, traced, name)
+            moved, least = self._least(text)
+            seconds = self._modelled(text, found)
+            self.compiled[name] = Compiled(program_bytes(found), least, seconds, moved, text, traced, name)
         return dataclasses.replace(self.compiled[name], traced=traced)
 
-    def _work(self, text: str) -> tuple[float, int]:
+    def _least(self, text: str) -> tuple[int, float | None]:
+        """The bytes that the kernels move, and their least time."""
         rates = self.place.target.rates if self.place.target else None
         if rates is None:
-            moved = bytes_moved(text)
-            return float(moved), moved
+            return bytes_moved(text), None
         row = summary(text, rates, 0.0 if rates.is_tpu else LAUNCH)
-        return row["least_seconds"], row["bytes_moved"]
+        return row["bytes_moved"], row["least_seconds"]
+
+    def _modelled(self, text: str, compiled: jax.stages.Compiled) -> float | None:
+        target, executable = self.place.target, compiled.runtime_executable()
+        if target is None or executable is None or kernel_time.unavailable(target):
+            return None
+        rows = kernel_time.timed(text, executable.serialize(), target)
+        return kernel_time.seconds_of(rows) if rows else None
 
     def with_batch(self, axis: int, before: int, after: int) -> Step:
         """The step with another batch: another size of that axis, where the arrays of its inputs have the size."""
