@@ -48,8 +48,8 @@ def dry_run(
     """
     start = time.perf_counter()
     made = training(cell.workload(toy, bool(target.chips)), cell.settings())
-    lowered = _lowered(cell, made, target, device)
-    text = lowered.as_text()
+    step = lowered(cell, made, target, device)
+    text = step.as_text()
     row = {
         "batch_size": made.workload.batch_size,
         "lowered_seconds": round(time.perf_counter() - start, 1),
@@ -64,7 +64,7 @@ def dry_run(
     if device is None:
         return row
     start = time.perf_counter()
-    compiled = lowered.compile()
+    compiled = step.compile()
     seconds = round(time.perf_counter() - start, 1)
     return row | {
         "compile_seconds": seconds,
@@ -73,7 +73,8 @@ def dry_run(
     }
 
 
-def _lowered(cell: Cell, made: Training, target: Target, device: jax.Device | None) -> Any:
+def lowered(cell: Cell, made: Training, target: Target, device: jax.Device | None) -> Any:
+    """A cell's step, lowered for a device, or for any of its kind."""
     shapes = made.abstract()
     traced: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if device is not None:

@@ -20,17 +20,20 @@ class Variant:
         change: Maps the workload and the configuration to the changed workload.
         fields: Fields that the workload must have.
         needs_half: Whether it has no float32 form.
+        by_hand: Whether only the hand-written form has it.
     """
 
     why: str
     change: Callable[[Workload, Configuration], Workload] = lambda workload, configuration: workload
     fields: frozenset[str] = frozenset()
     needs_half: bool = False
+    by_hand: bool = False
 
     def applies(self, workload: Workload, configuration: Configuration) -> bool:
         """Whether the model, under this configuration, has this variant."""
         names = {field.name for field in dataclasses.fields(workload)}
-        return self.fields <= names and not (self.needs_half and configuration.half is None)
+        has_form = configuration.way == "flax" or not self.by_hand
+        return self.fields <= names and has_form and not (self.needs_half and configuration.half is None)
 
 
 def _set(**fields: Any) -> Callable[[Workload, Configuration], Workload]:
@@ -43,6 +46,14 @@ VARIANTS = {
         lambda workload, configuration: dataclasses.replace(workload, **{"fused": configuration.half}),
         frozenset({"fused"}),
         needs_half=True,
+    ),
+    "float32_embeddings": Variant(
+        "gradients of embeddings summed in float32, as by autocast: XLA adds in half by compare-and-swap, and a table of "
+        "few rows waits for itself",
+        _set(wide_embeddings=True),
+        frozenset({"wide_embeddings"}),
+        needs_half=True,
+        by_hand=True,
     ),
     "remat": Variant(
         "blocks recomputed in the backward pass: less memory for more FLOPs", _set(remat=True), frozenset({"remat"})

@@ -247,18 +247,22 @@ def _barriers(region: RematRegion, plan: Plan) -> bool | tuple[bool, ...]:
     return tuple(not is_input for is_input in region.is_input)
 
 
+_LONG_ROW_OF_GPU = 129  # elements
+
+
 def _large_reductions(prim: Any, *avals: Any, axes: tuple[int, ...] = (), **_: Any) -> bool:
     """A checkpoint policy that stores the outputs of large reductions, which are negligible in size.
 
-    Recomputing the statistics of a batch would read the whole batch again. The statistics of a short row can be
-    recomputed in the kernel that reads the row anyway. On a GPU that takes registers: XLA keeps whole rows in them,
-    padded to a power of two, and a backward softmax with three reductions over rows of 1,024 spills to memory.
+    Recomputing the statistics of a batch would read the whole batch again. Those of a short row can be recomputed in the
+    kernel that reads the row anyway. On a GPU that takes registers: XLA keeps whole rows in them, padded to a power of
+    two. A backward softmax with three reductions leaves room for 8 warps on a multiprocessor, and spills from rows of
+    512 on; with the statistics stored, XLA reduces rows of more than 128 in several kernels of 64 warps.
     """
     if not prim.name.startswith("reduce_"):
         return False
     shape = avals[0].shape
-    longest = 1024 if compat.platform() in ("cpu", "tpu") else 512
-    return all(isinstance(n, int) for n in shape) and math.prod(shape[axis] for axis in axes) > longest
+    shortest = 1025 if compat.platform() in ("cpu", "tpu") else _LONG_ROW_OF_GPU
+    return all(isinstance(n, int) for n in shape) and math.prod(shape[axis] for axis in axes) >= shortest
 
 
 def _without_weak_type(x: Any) -> Any:

@@ -78,7 +78,8 @@ def timed(text: str, serialised: bytes, target: Target) -> list[Timed]:
         serialised: `compiled.runtime_executable().serialize()`.
         target: The GPU that it was compiled for, for which `unavailable` is empty.
     """
-    assert target.gpu is not None and target.rates is not None
+    assert target.gpu is not None
+    assert target.rates is not None
     found = {launch.name: launch for launch in launches(serialised)}
     if not found:
         return []

@@ -23,6 +23,7 @@ class BertForPreTraining(nn.Module):
     remat: bool = False
     loop: bool = False
     fused: Any = None
+    wide_embeddings: bool = False
     dtype: Any = None
 
     @nn.compact
@@ -39,6 +40,7 @@ class BertForPreTraining(nn.Module):
             remat=self.remat,
             loop=self.loop,
             fused=self.fused,
+            wide_embeddings=self.wide_embeddings,
             dtype=self.dtype,
             name="encoder",
         )(tokens, segments, lengths)
@@ -64,6 +66,7 @@ class Bert(Workload):
     remat: bool = False
     loop: bool = False
     fused: Any = None
+    wide_embeddings: bool = False
     model = BertForPreTraining
     arguments = ("tokens", "segments", "lengths", "positions")
     shallow_sizes: ClassVar[dict[str, Any]] = {"layers": 6, "vocabulary": 15360}

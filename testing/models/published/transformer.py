@@ -86,6 +86,13 @@ def stack(block: Callable[..., Block], layers: int, loop: bool, x: jax.Array, le
     return scanned(block(name="blocks"), x, None)[0]
 
 
+class WideEmbed(nn.Embed):
+    """An `nn.Embed` that looks up in float32 and casts the result: the gradient of its table is summed in float32."""
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        return jnp.take(self.embedding, inputs, axis=0).astype(self.dtype)
+
+
 class Encoder(nn.Module):
     """Token and position embeddings, and the blocks; returns the embedding table's module too, for tied heads."""
 
@@ -99,17 +106,19 @@ class Encoder(nn.Module):
     remat: bool = False
     loop: bool = False
     fused: Any = None
+    wide_embeddings: bool = False
     dtype: Any = None
 
     @nn.compact
     def __call__(
         self, tokens: jax.Array, segments: jax.Array | None = None, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, nn.Embed]:
-        embedding = nn.Embed(self.vocabulary, self.features, dtype=self.dtype, name="tokens")
-        positions = nn.Embed(tokens.shape[1], self.features, dtype=self.dtype, name="positions")
+        embed = WideEmbed if self.wide_embeddings else nn.Embed
+        embedding = embed(self.vocabulary, self.features, dtype=self.dtype, name="tokens")
+        positions = embed(tokens.shape[1], self.features, dtype=self.dtype, name="positions")
         x = embedding(tokens) + positions(jnp.arange(tokens.shape[1]))
         if segments is not None:
-            x = x + nn.Embed(self.segments, self.features, dtype=self.dtype, name="segments")(segments)
+            x = x + embed(self.segments, self.features, dtype=self.dtype, name="segments")(segments)
         if not self.pre_norm:
             x = nn.LayerNorm(dtype=self.dtype, name="embedding_norm")(x)
         kind = nn.remat(Block, prevent_cse=not self.loop) if self.remat else Block
