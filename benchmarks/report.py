@@ -1,7 +1,8 @@
 """All results on one page, with plots: `python -m benchmarks.report` writes `benchmarks/results/README.md`.
 
 A suite is a JSON file with its environment and a Markdown table beside it. Results of versions of mpjax or JAX
-other than the installed ones are marked as stale. The page leads with measurements; plans without a device follow.
+other than the installed ones say of which versions they are. The page leads with measurements; plans without a device
+follow.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ TITLES = {
     "inspection_cpu": "What the inspections cost",
     "planning_cpu": "What plans choose, against an exhaustive search",
     "planted_cpu": "What the inspections answer to planted causes",
+    "kernels_h200": "The modelled time of training steps on an H200",
     "training_dry_run": "Training steps compiled for an H200 without a GPU",
     **{f"training_dry_run_{c}": f"Training steps compiled for a TPU {c} without a TPU" for c in ("v5e", "v6e", "v5p")},
     "training_dry_run_b200": "Training steps compiled for a B200 without a GPU",
@@ -50,8 +52,8 @@ TITLES = {
 PLOTTED = ("tf32", "flax_float16", "autocast_float16", "with_policy_float16")
 
 
-def staleness(content: Content) -> str:
-    """A sentence that names the stale results; empty if all are current."""
+def earlier(content: Content) -> str:
+    """A sentence that says of which versions the results are; empty if all are of those that are installed."""
     now = versions()
     rows = content.get("results", {})
     # Each cell of the training results has its own versions.
@@ -72,7 +74,7 @@ def staleness(content: Content) -> str:
         return ""
     made = dict.fromkeys(", ".join(f"{key} {value}" for key, value in made_with.items()) for _, made_with in old)
     which = "all" if len(old) == len(found) else ", ".join(name for name, _ in old)
-    return f"**Stale** ({which}): made with {'; '.join(made)}; installed are jax {now['jax']}, mpjax {now['mpjax']}."
+    return f"Made with {'; '.join(made)} ({which}); this page with jax {now['jax']}, mpjax {now['mpjax']}."
 
 
 def page(folder: pathlib.Path, plots: list[str]) -> str:
@@ -111,8 +113,8 @@ def _section(name: str, path: pathlib.Path) -> list[str]:
     if not table.exists():
         return []
     lines = [f"## {TITLES.get(name, name.replace('_', ' ').capitalize())}", "", origin(content["environment"]), ""]
-    if stale := staleness(content):
-        lines += [stale, ""]
+    if sentence := earlier(content):
+        lines += [sentence, ""]
     return [*lines, table.read_text().rstrip(), ""]
 
 

@@ -48,8 +48,8 @@ VARIANTS = {
         needs_half=True,
     ),
     "float32_embeddings": Variant(
-        "gradients of embeddings summed in float32, as by autocast: XLA adds in half by compare-and-swap, and a table of "
-        "few rows waits for itself",
+        "gradients of embeddings summed in float32, as by autocast: XLA adds in half by compare-and-swap, and in a "
+        "table of few rows each addition waits for others",
         _set(wide_embeddings=True),
         frozenset({"wide_embeddings"}),
         needs_half=True,

@@ -253,10 +253,10 @@ _LONG_ROW_OF_GPU = 129  # elements
 def _large_reductions(prim: Any, *avals: Any, axes: tuple[int, ...] = (), **_: Any) -> bool:
     """A checkpoint policy that stores the outputs of large reductions, which are negligible in size.
 
-    Recomputing the statistics of a batch would read the whole batch again. Those of a short row can be recomputed in the
-    kernel that reads the row anyway. On a GPU that takes registers: XLA keeps whole rows in them, padded to a power of
-    two. A backward softmax with three reductions leaves room for 8 warps on a multiprocessor, and spills from rows of
-    512 on; with the statistics stored, XLA reduces rows of more than 128 in several kernels of 64 warps.
+    Recomputing the statistics of a batch would read the whole batch again. Those of a short row can be recomputed in
+    the kernel that reads the row anyway. On a GPU that takes registers: XLA keeps whole rows in them, padded to a power
+    of two. A backward softmax with three reductions leaves room for 8 warps on a multiprocessor, and spills from rows
+    of 512 on; with the statistics stored, XLA reduces rows of more than 128 in several kernels of 64 warps.
     """
     if not prim.name.startswith("reduce_"):
         return False

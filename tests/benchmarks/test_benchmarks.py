@@ -1,9 +1,10 @@
-"""The benchmarks run, interrupted runs continue, and their page names stale and pending results."""
+"""The benchmarks run, interrupted runs continue, and their page names earlier and pending results."""
 
 import dataclasses
 import importlib
 import importlib.util
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -364,13 +365,13 @@ def test_every_file_of_results_has_its_command_and_its_place_on_the_page():
             assert f"({path.name})" in page or path.with_suffix(".json").exists(), path
 
 
-def test_report_shows_all_results_and_marks_stale_ones(folder):
+def test_report_shows_all_results_and_says_of_which_versions_they_are(folder):
     text = report.write(folder).read_text()
     assert "the table of training_gpu" in text
     assert text.index("| Speed of a float16 training step over float32 | gpt2_medium 4.00× |") < text.index("## ")
-    assert "**Stale** (all): made with jax 0.4.1" in text
-    assert "**Stale** (gpt2_medium float32)" in text
-    assert "**Stale** (gpt2_medium autocast_float16)" not in text
+    assert re.search(r"Made with jax 0\.4\.1[^\n;]* \(all\)", text)
+    assert re.search(r"Made with [^\n]* \(gpt2_medium float32\)", text)
+    assert "Stale" not in text
     assert (folder / "speedup.png").stat().st_size > 1000
 
 
