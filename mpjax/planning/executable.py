@@ -3,8 +3,8 @@
 An executable is a protocol buffer. Parts of it are Riegeli files, compressed by Snappy. The launch of a kernel that
 XLA generated holds the kernel's cubin, an ELF file, which states the registers and the stack of a thread.
 
-Sources: the descriptions of the formats of protocol buffers, Riegeli records and Snappy; `llvm-readelf`'s reading of
-`.nv.info`.
+Sources: the descriptions of the formats of protocol buffers, Riegeli records and Snappy. Registers and stack agree with
+`cuobjdump --dump-resource-usage`.
 """
 
 from __future__ import annotations
