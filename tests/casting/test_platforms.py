@@ -54,7 +54,7 @@ def test_the_last_region_has_no_barrier_and_the_others_have_one():
     assert [bool(np.any(params["prevent_cse"])) for params in found if params["differentiated"]] == [False, True]
 
 
-@pytest.mark.parametrize(("here", "longest"), [(gpu, 512), (tpu, 1024), (contextlib.nullcontext, 1024)])
+@pytest.mark.parametrize(("here", "longest"), [(gpu, 128), (tpu, 1024), (contextlib.nullcontext, 1024)])
 def test_the_statistics_of_long_rows_are_kept(here, longest):
     """On GPUs, XLA keeps whole rows in registers, and spills where a backward pass computes their statistics again."""
     gradient = jax.grad(mpjax.autocast(loss, "mixed_bfloat16"))

@@ -13,7 +13,6 @@ from mpjax.planning import executable, kernel_time
 from mpjax.planning.executable import Launch, launches
 from mpjax.planning.machine_code import codes, disassembler
 from mpjax.planning.target import TARGETS, Gpu, Target, placed, traced_for
-from testing.platforms import gpu
 
 H200 = TARGETS["h200"]
 
@@ -174,16 +173,3 @@ def test_a_plan_has_the_modelled_time():
     assert all(row.modelled >= row.seconds > 0 for row in report.options)
     assert kernel_time.ACCURACY in report.notes
     assert "modelled" in str(report)
-
-
-@pytest.mark.parametrize(("columns", "stored"), [(128, 0), (196, 1), (512, 1)])
-def test_statistics_of_long_rows_are_stored_on_a_gpu(columns, stored):
-    def loss(w, x):
-        return jnp.sum((jax.nn.softmax(x @ w) @ w.T) ** 2)
-
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, columns), (256, 64))]
-    with gpu():
-        jaxpr = jax.make_jaxpr(jax.grad(mpjax.autocast(loss, "mixed_bfloat16")))(*shapes)
-    recomputed = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("remat2", "checkpoint")]
-    statistics = [v for eqn in recomputed for v in eqn.invars if v.aval.shape in ((256,), (256, 1))]
-    assert bool(statistics) == bool(stored)
