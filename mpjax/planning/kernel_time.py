@@ -30,7 +30,6 @@ from mpjax.planning.traffic import LAUNCH, Kernel, dimensions, kernels, peak
 
 ACCURACY = "the model of kernels gave ten steps on an H200 within 5%; no other GPU was measured"
 NO_LAUNCHES = "no time of kernels: the executables of this version of JAX do not list their launches; JAX 0.12's do"
-# By name: instructions of NVIDIA's machine code, and opcodes of XLA.
 
 _BANDWIDTH, _ISSUE, _FEW = 0.75, 0.8, 2.0
 _FEWEST_WARPS = 16
