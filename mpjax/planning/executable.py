@@ -70,17 +70,23 @@ class Launch:
 
 
 def launches(serialised: bytes) -> list[Launch]:
-    """The launches of an executable, those in a loop once; empty for a version of XLA that does not list them.
+    """The launches of an executable, those in a loop once; empty for a version of XLA that lists them in another way.
 
     Args:
         serialised: `compiled.runtime_executable().serialize()` of a `jax.stages.Compiled` for a GPU.
     """
+    try:
+        return _found(serialised)
+    except (LookupError, ValueError, TypeError, AttributeError, struct.error):  # The format is XLA's own.
+        return []
+
+
+def _found(serialised: bytes) -> list[Launch]:
     start = serialised.find(_RIEGELI)
     if start < 0:
         return []
-    return [
-        launch for record in _records(serialised[start:]) for launch in launches(record) or _launches(_fields(record))
-    ]
+    records = _records(serialised[start:])
+    return [launch for record in records for launch in _found(record) or _launches(_fields(record))]
 
 
 def _launches(message: list[tuple[int, Any]]) -> Iterator[Launch]:
@@ -198,6 +204,8 @@ def _unsnappy(data: bytes) -> bytes:
         back += int.from_bytes(data[at : at + width], "little")
         at += width
         start = len(out) - back
+        if not 0 <= start < len(out):
+            raise ValueError("not in Snappy's format")
         while size > 0:
             piece = out[start : start + size]
             out += piece

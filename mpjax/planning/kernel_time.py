@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import collections
 import math
+import subprocess
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -29,7 +30,10 @@ from mpjax.planning.target import Gpu, Target
 from mpjax.planning.traffic import LAUNCH, Kernel, dimensions, kernels, peak
 
 ACCURACY = "the model of kernels gave ten steps on an H200 within 5%; no other GPU was measured"
-NO_LAUNCHES = "no time of kernels: the executables of this version of JAX do not list their launches; JAX 0.12's do"
+UNREADABLE = (
+    "no time of kernels: the executables of this version of JAX do not list their launches (JAX 0.12's do), or "
+    "nvdisasm does not know the device"
+)
 
 _BANDWIDTH, _ISSUE, _FEW = 0.75, 0.8, 2.0
 _FEWEST_WARPS = 16
@@ -68,7 +72,7 @@ def unavailable(target: Target | None) -> str:
 
 
 def timed(text: str, serialised: bytes, target: Target) -> list[Timed]:
-    """The time of each kernel of a compiled step; empty if the executable does not list its launches (JAX 0.10).
+    """The time of each kernel of a compiled step; empty if it is `UNREADABLE`.
 
     Args:
         text: Its optimised HLO.
@@ -80,7 +84,10 @@ def timed(text: str, serialised: bytes, target: Target) -> list[Timed]:
     found = {launch.name: launch for launch in launches(serialised)}
     if not found:
         return []
-    read = codes((launch.cubin for launch in found.values()), target.gpu.capability)
+    try:
+        read = codes((launch.cubin for launch in found.values()), target.gpu.capability)
+    except subprocess.CalledProcessError:
+        return []
     program = HloModule(text)
     instructions = hlo.instructions(program)
     lines = {name: line for computation in program.computations.values() for name, line in computation.items()}

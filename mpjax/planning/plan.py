@@ -337,7 +337,7 @@ class _Planner:
             yield "the device's memory is not known; memory= gives it"
         if self.step.place.platform == "cuda" and self.step.place.target is not None:
             yield kernel_time.unavailable(self.step.place.target) or (
-                kernel_time.NO_LAUNCHES if self.base.modelled is None else kernel_time.ACCURACY
+                kernel_time.UNREADABLE if self.base.modelled is None else kernel_time.ACCURACY
             )
             yield (
                 "without the device, XLA tries no matmul tiles and cuDNN chooses no algorithms: their scratch is not "

@@ -82,6 +82,18 @@ def test_an_executable_that_lists_no_launches_has_none():
     assert launches(b"ifrt" + executable._RIEGELI + bytes(56)) == []
 
 
+@pytest.mark.parametrize("at", range(40, 400, 7))
+def test_an_executable_of_another_format_has_no_launches_or_those_that_are_left(at):
+    given = bytearray(serialised(literal))
+    given[at] ^= 0xFF
+    assert all(isinstance(launch, Launch) for launch in launches(bytes(given)))
+
+
+def test_a_device_that_the_disassembler_does_not_know_has_no_times(monkeypatch):
+    monkeypatch.setattr("mpjax.planning.machine_code.disassembler", lambda: "false")
+    assert kernel_time.timed("", serialised(literal), H200) == []
+
+
 @pytest.mark.parametrize(
     ("compressed", "data"),
     [
@@ -131,7 +143,7 @@ def compiled(fun, *shapes):
         step = jax.jit(fun).trace(*placed(shapes, sharding)).lower(lowering_platforms=("cuda",)).compile()
     serialised = step.runtime_executable().serialize()
     if not launches(serialised):
-        pytest.skip(kernel_time.NO_LAUNCHES)
+        pytest.skip(kernel_time.UNREADABLE)
     if not disassembler():
         pytest.skip(kernel_time.NO_DISASSEMBLER)
     return step.as_text(), serialised
