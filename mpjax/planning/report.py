@@ -108,7 +108,7 @@ class PlanReport(Report):
         text = [self._answer(), *self._remedy()]
         work = [f"{amount(sum(self.flops.values()), 'FLOP')} of matmuls", f"{amount(first.bytes_moved, 'B')} moved"]
         work += [] if first.seconds is None else [f"{duration(first.seconds)} at least, at the device's peak rates"]
-        work += [] if first.modelled is None else [f"{duration(first.modelled)} by the model of its kernels"]
+        work += [] if first.modelled is None else [f"{duration(first.modelled)} modelled"]
         sections = [Section(self.title, "\n".join([*text, ", ".join(work)])), self._kinds(), self._held()]
         sections += [self._options()]
         return sections + ([Section("Notes", "\n".join(self.notes))] if self.notes else [])
