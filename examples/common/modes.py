@@ -16,22 +16,13 @@ import jax
 import numpy as np
 
 import mpjax
+from examples.common import processes
 from examples.common.checkpoints import newest_position
 from examples.common.cli import UsageError, disk_problem, fail, process_id, say
 from examples.common.config import INSPECT, PRECISION_FLAGS, RunConfig
 from examples.common.flags import names_stored, parse
 from examples.common.loop import Interrupted, open_folder, parameter_count, train
-from examples.common.processes import (
-    SharedError,
-    end_without,
-    gather,
-    join,
-    leave,
-    leave_alone,
-    lost_peer,
-    several,
-    together,
-)
+from examples.common.processes import SharedError, gather, together
 from examples.common.run_folder import RunFolder, of_script, write_json
 from examples.common.task import Task, shape_of
 from examples.common.training import DataParallel, Variables, compile_step
@@ -103,8 +94,7 @@ def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
     if config.audit:
         say(str(mpjax.audit(step, task.abstract_state(), task.parallel.like_batch(batch))))
         return {}
-    same_shape = (other for other in task.endless_batches() if shape_of(other) == shape_of(batch))
-    batches = map(task.put, same_shape)
+    batches = (other for other in task.endless_batches() if shape_of(other) == shape_of(batch))
     try:
         if config.profile:
             say(str(mpjax.profile(step, task.initial_state(), steps=10, batches=batches)))
@@ -325,11 +315,11 @@ def main(kind: type[Task], arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         config = parse(config_type, program, arguments, config_type.foreign)
-        join(config, program)
+        processes.join(config, program)
         summary = run(config, kind)
-        leave(failed=False)
+        processes.leave(failed=False)
     except Interrupted as interrupted:
-        leave(failed=False)
+        processes.leave(failed=False)
         # Print the whole command, with the folder if it was chosen automatically.
         given = any(word.replace("_", "-").startswith(("--output", "--results-dir")) for word in arguments)
         more = [] if given else ["--output", str(interrupted.output)]
@@ -343,16 +333,16 @@ def main(kind: type[Task], arguments: Sequence[str] | None = None) -> int:
         say("\nstopped by Ctrl-C; files already saved are kept")
         return 130  # as shells report it
     except Exception as error:
-        if lost_peer(error):
-            end_without(program)
+        if processes.lost_peer(error):
+            processes.end_without(program)
         shared = isinstance(error, SharedError)
-        leave(failed=not shared)
+        processes.leave(failed=not shared)
         usage_error = _as_usage_error(error)
         if shared and process_id():
             raise SystemExit(2) from error
-        if several() and not shared:  # The others have been told, and JAX would wait for them.
+        if processes.several() and not shared:  # The others have been told, and JAX would wait for them.
             print(f"{program}: error: {error}" if usage_error else traceback.format_exc(), file=sys.stderr)
-            leave_alone(2 if usage_error else 1)
+            processes.leave_alone(2 if usage_error else 1)
         if usage_error is None:
             raise
         fail(program, usage_error)

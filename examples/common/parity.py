@@ -54,7 +54,7 @@ class Maker:
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
             # Reset the sums, so that they are those of this step alone.
-            state, outputs = task.training.train_step(task.next_epoch(state), task.put(batch))
+            state, outputs = task.training.train_step(task.next_epoch(state), batch)
             return state, outputs["totals"]["loss"] / outputs["totals"]["count"]
 
         def batches() -> Iterator[Any]:

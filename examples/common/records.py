@@ -100,14 +100,8 @@ class Records(abc.ABC):
     def digest(self) -> str:
         """A hash that changes if shards are added, removed or resized, or if a sampled entry changes."""
 
-        def sample(index: int) -> bytes:
-            try:
-                return repr(sorted(self[index].items())).encode()
-            except UnusableFileError:
-                return b""
-
         names = [f"{path.name}\t{path.stat().st_size}" for path in self.paths]
-        return fingerprint([*names, str(len(self))], len(self), sample)
+        return fingerprint([*names, str(len(self))], len(self), lambda i: repr(sorted(self[i].items())).encode())
 
 
 def fingerprint(names: Sequence[str], count: int, read: Callable[[int], bytes]) -> str:
@@ -116,16 +110,24 @@ def fingerprint(names: Sequence[str], count: int, read: Callable[[int], bytes]) 
     Args:
         names: Names with labels or sizes, which identify the data independently of its folder.
         count: Number of entries.
-        read: Returns the content of an entry by number. An entry that raises an `OSError` counts as empty.
+        read: Returns the content of an entry by number. An entry that can't be read counts as empty.
     """
     digest = hashlib.sha256("\n".join(names).encode("utf-8", "surrogateescape"))
     for index in range(0, count, max(1, count // _SAMPLE)):
         try:
             content = read(index)
-        except OSError:
+        except (OSError, UnusableFileError):
             content = b""
         digest.update(f"{len(content)} {hashlib.sha256(content).hexdigest()}".encode())
     return digest.hexdigest()
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a file. Raises an `UnusableFileError` if it can't be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UnusableFileError(f"{error.strerror}") from error
 
 
 class Entry(NamedTuple):
@@ -349,12 +351,8 @@ class HuggingFace(Records):
     def __getitem__(self, index: int) -> Record:
         row = dict(self._data[int(index)])
         for name in self._media:
-            if (value := row[name]) is not None and value["bytes"] is None:
-                try:
-                    value["bytes"] = Path(value["path"]).read_bytes()
-                except OSError as error:
-                    raise UnusableFileError(f"{value['path']}: {error.strerror}") from error
-            row[name] = value and value["bytes"]
+            value = row[name]
+            row[name] = value and (value["bytes"] if value["bytes"] is not None else read_file(Path(value["path"])))
         return row
 
     def column(self, field: str) -> list[Any]:

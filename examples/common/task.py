@@ -21,6 +21,7 @@ from examples.common.checkpoints import Checkpoints, Restored
 from examples.common.cli import SkippedFiles, UsageError, say
 from examples.common.config import BUILD, RunConfig
 from examples.common.flags import names_stored
+from examples.common.loading import Loading
 from examples.common.processes import gather
 from examples.common.run_folder import RunFolder, check_identity
 from examples.common.training import DataParallel, Model, Sums, Training, TrainState, Variables
@@ -85,7 +86,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def batches(self, epoch: int, first: int) -> Iterator[Any]:
-        """The training batches of an epoch from index `first`, the same in every run."""
+        """The training batches of an epoch from index `first`, the same in every run, on their devices."""
 
     @abc.abstractmethod
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
@@ -118,10 +119,6 @@ class Task(abc.ABC):
     def facts(self) -> dict[str, Any]:
         """Entries of summary.json about the model and the data."""
         return {}
-
-    def put(self, batch: Any) -> Any:
-        """Puts a batch on its devices."""
-        return self.parallel.put(batch)
 
     def report(self, folder: Path | None) -> None:  # noqa: B027 - most have none
         """Reports a test in words, in a run's folder after a training."""
@@ -172,6 +169,11 @@ class Task(abc.ABC):
         return training.create_training(self.model(), hyper, policy, config.loss_scale, self.parallel)
 
     @property
+    def loading(self) -> Loading:
+        """How batches are loaded."""
+        return Loading(self.config.threads, self.parallel.put_own, self.parallel.own)
+
+    @property
     def scale_is_fixed(self) -> bool:
         """Whether the loss scale can't decrease."""
         if self.config.loss_scale is None:
@@ -198,7 +200,6 @@ class Task(abc.ABC):
 
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Returns the next state and outputs for the progress bar, all on the device. Donates the state."""
-        batch = self.put(batch)
         return self._executables[shape_of(batch)](state, batch)
 
     def epoch_metrics(self, state: TrainState, between_steps: Callable[[], None]) -> dict[str, Any]:

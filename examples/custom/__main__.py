@@ -116,7 +116,7 @@ class CustomTask(Task):
         order = np.random.default_rng((self.config.seed, epoch)).permutation(len(self._train.labels))
         for batch in range(first, self.steps):
             chosen = order[batch * self.batch_size :][: self.batch_size]
-            yield Batch(*(x[chosen] for x in self._train))
+            yield self.parallel.put(Batch(*(x[chosen] for x in self._train)))
 
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
         between_steps()

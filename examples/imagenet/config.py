@@ -107,7 +107,7 @@ class Config(RunConfig):
     @property
     def view(self) -> View:
         """How images in files become squares."""
-        return View(self.whole, self.test_crop, self.interpolation)
+        return View(self.side, self.whole, self.test_crop, self.interpolation, self.flip)
 
     @property
     def on_embedded(self) -> bool:

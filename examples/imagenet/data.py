@@ -4,11 +4,11 @@ Usage in a training loop:
 
     train_set, test_set = open_image_folder(...)            # or those of a package, below
     steps = len(train_set) // batch_size
-    with train_batches(train_set, batch_size, seed, first=step, last=epochs * steps, ...) as batches:
+    with closing(train_batches(train_set, batch_size, seed, first=step, last=epochs * steps)) as batches:
         for batch in itertools.islice(batches, steps):      # one epoch; the stream continues over epochs
             state = train_step(state, batch)
-    with evaluation_batches(test_set, batch_size, ...) as batches:
-        for batch in batches: ...                           # every image once; padded with mask 0
+    for batch in evaluation_batches(test_set, batch_size):  # every image once; padded with mask 0
+        ...
 
 The order depends only on `seed` and the step number since the start of training. A checkpoint therefore needs only the
 number of completed steps to continue at the next batch, with any number of workers. `Dataset.identity` tells whether
@@ -19,22 +19,16 @@ from __future__ import annotations
 
 import abc
 import functools
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import grain
 import jax
 import numpy as np
 
 from examples.common.cli import SkippedFiles, UsageError
-
-# On JAX 0.10, importing Grain warns that it cannot profile its workers.
-_absl = logging.getLogger("absl")
-_level = _absl.level
-_absl.setLevel(logging.ERROR)
-import grain  # noqa: E402 - see above
-
-_absl.setLevel(_level)
+from examples.common.loading import Loading, loaded
 
 Array = np.ndarray | jax.Array
 
@@ -70,11 +64,9 @@ class Description(NamedTuple):
         return read
 
 
-def empty_batch(batch_size: int, image_shape: tuple[int, int, int]) -> Batch:
+def empty_batch(size: int, image_shape: tuple[int, int, int]) -> Batch:
     """A batch of zeros."""
-    return Batch(
-        np.zeros((batch_size, *image_shape), np.uint8), np.zeros(batch_size, np.int32), np.zeros(batch_size, np.float32)
-    )
+    return Batch(np.zeros((size, *image_shape), np.uint8), np.zeros(size, np.int32), np.zeros(size, np.float32))
 
 
 class Augmentation(NamedTuple):
@@ -82,6 +74,11 @@ class Augmentation(NamedTuple):
 
     seed: int
     epoch: int
+
+
+Batches = Generator[Batch, None, None]  # closing it stops the threads
+_Rows = tuple[np.ndarray, Augmentation | None]  # the images of a batch; what is missing is padding
+_LOADING = Loading()
 
 
 class Dataset(abc.ABC):
@@ -120,11 +117,43 @@ class Dataset(abc.ABC):
         return f"{len(self)} images"
 
 
-# Small real image datasets bundled with Python packages, available without a download.
+# Images in memory: of the command line, and small real datasets of Python packages, which need no download.
 
 
-class Embedded(Dataset):
-    """Images of ten digits in memory with a fixed split, independent of the run's seed.
+class InMemory(Dataset):
+    """Images in memory, which training shifts by up to one pixel."""
+
+    images: np.ndarray  # [images, height, width, channels], uint8
+    labels: np.ndarray  # [images], int32
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Batch:
+        images = self.images[indices]
+        if augmentation is not None:
+            # Draw for all images, so that an image's shift does not depend on its batch.
+            shifts = np.random.default_rng(augmentation).integers(0, 3, size=(len(self), 2))[indices]
+            images = _shift(images, shifts)
+        return Batch(images, self.labels[indices], np.ones(len(indices), np.float32))
+
+
+class Files(InMemory):
+    """Images of the command line, whose classes are not known."""
+
+    name = "--images"
+
+    def __init__(self, about: Description, images: Mapping[Path, np.ndarray]) -> None:
+        self.classes, self.image_shape, self.mean, self.std = about
+        self._paths, self.images = [*images], np.stack([*images.values()])
+        self.labels = np.zeros(len(images), np.int32)
+
+    def name_of(self, index: int) -> tuple[str, str]:
+        return str(self._paths[index]), ""
+
+
+class Embedded(InMemory):
+    """Images of ten digits with a fixed split, independent of the run's seed.
 
     Args:
         split: "train" or "test".
@@ -138,26 +167,14 @@ class Embedded(Dataset):
         from sklearn.model_selection import train_test_split
 
         images, labels = type(self).read()
-        train, test = train_test_split(
-            np.arange(len(labels)), test_size=self.test_images, stratify=labels, random_state=0
-        )
+        everything, how = np.arange(len(labels)), {"test_size": self.test_images, "stratify": labels}
+        train, test = train_test_split(everything, **how, random_state=0)
         chosen, self.split = train if split == "train" else test, split
-        self._images = images[chosen].reshape(-1, *self.image_shape)
-        self._labels = labels[chosen].astype(np.int32)
-
-    def __len__(self) -> int:
-        return len(self._labels)
+        self.images = images[chosen].reshape(-1, *self.image_shape)
+        self.labels = labels[chosen].astype(np.int32)
 
     def name_of(self, index: int) -> tuple[str, str]:
-        return f"{self.split} digit {index}", self.classes[self._labels[index]]
-
-    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Batch:
-        images = self._images[indices]
-        if augmentation is not None:
-            # Draw for all images, so that an image's shift does not depend on its batch.
-            shifts = np.random.default_rng(augmentation).integers(0, 3, size=(len(self), 2))[indices]
-            images = _shift(images, shifts)
-        return Batch(images, self._labels[indices], np.ones(len(indices), np.float32))
+        return f"{self.split} digit {index}", self.classes[self.labels[index]]
 
 
 def _read_digits() -> tuple[np.ndarray, np.ndarray]:
@@ -199,6 +216,29 @@ class Mnist(Embedded):
     test_images, read = 1000, _read_mnist
 
 
+class Synthetic(Dataset):
+    """As many random images as in ImageNet."""
+
+    name = "synthetic images"
+
+    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
+        self.image_shape, self.classes = image_shape, tuple(map(str, range(classes)))
+        self.mean, self.std = (0.5,) * image_shape[-1], (0.29,) * image_shape[-1]
+
+    def __len__(self) -> int:
+        return 1_281_167
+
+    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Batch:
+        return random_batch(self.description, len(indices))
+
+
+def random_batch(like: Description, size: int) -> Batch:
+    """A batch of random noise with the shape of these images."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (size, *like.image_shape), np.uint8)
+    return Batch(images, rng.integers(0, len(like.classes), size, np.int32), np.ones(size, np.float32))
+
+
 EMBEDDED: dict[str, type[Embedded]] = {"digits": Digits, "mnist": Mnist}
 
 
@@ -211,35 +251,7 @@ def _shift(images: np.ndarray, shifts: np.ndarray) -> np.ndarray:
     return padded[np.arange(len(images))[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 
-# Grain batches: planned from seed and step, loaded by threads, and prefetched to the device.
-#
-# Decoding and resizing release the GIL. Processes decoded no more images per CPU second, and take seconds to start.
-
-# Batches prefetched to the device.
-_AHEAD = 2
-
-
-class Batches(Iterator[Batch]):
-    """Batches in order; a context manager, which stops the threads on exit."""
-
-    def __init__(self, batches: Any) -> None:
-        self._iterator: Any = iter(batches)
-
-    def __next__(self) -> Batch:
-        return next(self._iterator)
-
-    def __enter__(self) -> Batches:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stops the threads and drops the batches already loaded."""
-        # Drop the reference: the iterator would close again at interpreter exit, and fail.
-        iterator, self._iterator = self._iterator, iter(())
-        if isinstance(iterator, grain.DatasetIterator):
-            iterator.close()
+# Batches are planned from seed and step.
 
 
 def train_batches(
@@ -248,15 +260,13 @@ def train_batches(
     seed: int,
     *,
     first: int = 0,
-    last: int | None = None,
+    last: int = 2**31,
     augment: bool = True,
-    workers: int = 1,
-    put: Callable[[Batch], Batch] = jax.device_put,
-    own: Callable[[int], slice] = slice,
+    loading: Loading = _LOADING,
 ) -> Batches:
     """The training batches of all epochs, shuffled again in each epoch.
 
-    The batch of a step depends only on `seed` and the step number, not on `first` or `workers`.
+    The batch of a step depends only on `seed` and the step number, not on `first` or the number of threads.
 
     Args:
         dataset: The images.
@@ -265,9 +275,7 @@ def train_batches(
         first: Number of completed steps.
         last: Total number of steps of the run; by default the stream is endless.
         augment: Whether to augment images at random.
-        workers: Number of threads, which load one batch each.
-        put: Transfers a batch to its devices, in a separate thread; by default to the first device.
-        own: The rows to load of a batch of a size; by default all. Each of several processes loads its own.
+        loading: How batches are loaded.
     """
     images = len(dataset)
 
@@ -275,31 +283,16 @@ def train_batches(
         epoch, batch = divmod(first + step, images // batch_size)
         augmentation = Augmentation(seed, epoch)
         indices = _permutation(images, augmentation)[batch * batch_size :][:batch_size]
-        return _Rows(indices, augmentation if augment else None)
+        return indices, augmentation if augment else None
 
-    steps = 2**31 if last is None else last
-    return _open(dataset, batch_size, max(0, steps - first), rows, workers, put, own)
+    return _batches(dataset, batch_size, grain.MapDataset.range(max(0, last - first)).map(rows), loading)
 
 
-def evaluation_batches(
-    dataset: Dataset,
-    batch_size: int,
-    *,
-    workers: int = 1,
-    put: Callable[[Batch], Batch] = jax.device_put,
-    own: Callable[[int], slice] = slice,
-) -> Batches:
+def evaluation_batches(dataset: Dataset, batch_size: int, loading: Loading = _LOADING) -> Batches:
     """All images once, in order; the last batch is padded with masked entries. Arguments as in `train_batches`."""
-
-    def rows(step: int) -> _Rows:
-        return _Rows(np.arange(step * batch_size, min((step + 1) * batch_size, len(dataset))), None)
-
-    return _open(dataset, batch_size, -(-len(dataset) // batch_size), rows, workers, put, own)
-
-
-class _Rows(NamedTuple):
-    indices: np.ndarray  # of the images; what is missing to a batch is padding
-    augmentation: Augmentation | None
+    everything = np.arange(len(dataset))
+    rows = [(everything[start : start + batch_size], None) for start in range(0, len(dataset), batch_size)]
+    return _batches(dataset, batch_size, rows, loading)
 
 
 @functools.lru_cache(maxsize=2)
@@ -307,24 +300,14 @@ def _permutation(images: int, augmentation: Augmentation) -> np.ndarray:
     return np.random.default_rng(augmentation).permutation(images)
 
 
-def _open(
-    dataset: Dataset,
-    batch_size: int,
-    steps: int,
-    rows: Callable[[int], _Rows],
-    workers: int,
-    put: Callable[[Batch], Batch],
-    own: Callable[[int], slice],
-) -> Batches:
-    part = own(batch_size)
+def _batches(dataset: Dataset, batch_size: int, rows: Any, loading: Loading) -> Batches:
+    part = loading.own(batch_size)
     size = len(range(batch_size)[part])
 
     def load(rows: _Rows) -> Batch:
-        indices = rows.indices[part]
-        batch = dataset.load(indices, rows.augmentation) if len(indices) else empty_batch(0, dataset.image_shape)
+        indices = rows[0][part]
+        batch = dataset.load(indices, rows[1]) if len(indices) else empty_batch(0, dataset.image_shape)
         missing = size - len(indices)
         return Batch(*(np.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1))) for x in batch)) if missing else batch
 
-    threads = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=workers + 1)
-    stream = grain.MapDataset.range(steps).map(rows).map(load).to_iter_dataset(threads).map(put)
-    return Batches(grain.experimental.ThreadPrefetchIterDataset(stream, prefetch_buffer_size=_AHEAD))
+    return loaded(rows, load, loading)

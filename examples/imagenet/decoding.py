@@ -37,17 +37,14 @@ _REDUCING_GAP = 2.0
 _ORIENTATION = 0x0112  # the EXIF tag
 
 
-File = str | bytes  # a path, or the contents of a file
-
-
-def read_crop(file: File, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarray:
+def read_crop(file: bytes, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarray:
     """Reads a crop of an image.
 
     Greyscale, palette, CMYK and 16-bit images become RGB. Transparent pixels become white. The EXIF orientation is
     applied.
 
     Args:
-        file: An image in one of `FORMATS`; its name does not matter.
+        file: The contents of an image in one of `FORMATS`.
         choose: Returns the crop to read, given the width and height of the upright image.
 
     Returns:
@@ -57,7 +54,7 @@ def read_crop(file: File, choose: Callable[[tuple[int, int]], Crop]) -> np.ndarr
         UnusableFileError: The file cannot be read for any reason.
     """
     try:
-        with Image.open(file if isinstance(file, str) else io.BytesIO(file), formats=FORMATS) as encoded:
+        with Image.open(io.BytesIO(file), formats=FORMATS) as encoded:
             orientation = _orientation(encoded)
             full = _oriented_size(encoded.size, orientation)
             crop = choose(full)
@@ -115,8 +112,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         # Pillow's message only contains the path.
         return f"not a complete {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
     return str(error) or type(error).__name__
 
 
@@ -143,21 +138,24 @@ class Crop(NamedTuple):
 
 
 class View(NamedTuple):
-    """How images become squares: whole or cropped, the crop of a test, and the filter."""
+    """How images become squares: their side in pixels, whole or cropped, the crop of a test, the filter."""
 
+    side: int
     whole: bool = False
     test_crop: float = MIDDLE
     interpolation: str = "bilinear"
+    flip: bool = True  # mirrors images of training at random
 
-    def of_test(self, full: tuple[int, int], size: tuple[int, int]) -> Crop:
-        """The crop of a test: the central square."""
-        box = (0.0, 0.0, float(full[0]), float(full[1])) if self.whole else middle_box(full, self.test_crop)
-        return Crop(box, size, interpolation=self.interpolation)
+    def crop(self, rng: np.random.Generator | None = None) -> Callable[[tuple[int, int]], Crop]:
+        """A function from the size of an image to its crop: random in training, with a generator, else the centre."""
 
-    def of_training(self, full: tuple[int, int], size: tuple[int, int], rng: np.random.Generator, flip: bool) -> Crop:
-        """A random crop of training, randomly mirrored."""
-        box = self.of_test(full, size).box if self.whole else random_box(full, rng)
-        return Crop(box, size, flip and rng.random() < 0.5, self.interpolation)
+        def choose(full: tuple[int, int]) -> Crop:
+            centre = (0.0, 0.0, float(full[0]), float(full[1])) if self.whole else middle_box(full, self.test_crop)
+            box = centre if self.whole or rng is None else random_box(full, rng)
+            mirrored = rng is not None and self.flip and rng.random() < 0.5
+            return Crop(box, (self.side, self.side), mirrored, self.interpolation)
+
+        return choose
 
 
 def middle_box(size: tuple[int, int], share: float = MIDDLE) -> Box:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from examples.common.cli import SkippedFiles, UnusableFileError, UsageError, listing
-from examples.common.records import EXPECTED, SPLITS, Records, content, fingerprint, open_records
+from examples.common.records import EXPECTED, SPLITS, Record, Records, content, fingerprint, open_records, read_file
 from examples.imagenet.data import Augmentation, Batch, Dataset, empty_batch
-from examples.imagenet.decoding import Crop, View, read_crop
+from examples.imagenet.decoding import View, read_crop
+
+Fields = tuple[str | None, str | None]  # of the image and the label
 
 # File extensions of the formats that `decoding` reads.
 EXTENSIONS = (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".bmp", ".gif")
@@ -24,32 +25,37 @@ _KINDS = ", ".join(EXTENSIONS)
 _EXPECTED = f"Expected train/CLASS/*.jpg|png|webp|... and val/CLASS/*.jpg|png|webp|... below it, {EXPECTED}."
 
 
-@dataclasses.dataclass(frozen=True)
-class Images:
-    """The images of one split, sorted by class and name."""
+class ImageTree(Records):
+    """The images of one split in folders, sorted by class and name.
 
-    root: str
-    paths: list[str]  # relative to `root`
-    labels: np.ndarray  # [images], int32
+    Args:
+        folder: The folder of the split.
+        classes: The names of its folders.
+        ignored: Counts the files that are not images, by their extension.
+    """
+
+    def __init__(self, folder: Path, classes: Sequence[str], ignored: Counter[str]) -> None:
+        super().__init__(folder, [])
+        found = {name: [*_images_below(str(folder / name), (), ignored)] for name in classes}
+        self.entries = [(os.path.relpath(path, folder), name) for name, paths in found.items() for path in paths]
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.entries)
+
+    def __getitem__(self, index: int) -> Record:
+        path, name = self.entries[index]
+        return {"image": read_file(self.root / path), "label": name}
 
     def name(self, index: int) -> str:
-        """The path of an image relative to `root`."""
-        return self.paths[index]
-
-    def item(self, index: int) -> tuple[str, int]:
-        """The path of an image, and its label."""
-        return os.path.join(self.root, self.paths[index]), int(self.labels[index])
+        return self.entries[index][0]
 
     def digest(self) -> str:
         """Changes if files are added, removed or renamed, or a sampled file changes; not if the tree is moved."""
-        names = [f"{path}\t{label}" for path, label in zip(self.paths, self.labels, strict=True)]
-        return fingerprint(names, len(self), lambda index: Path(self.item(index)[0]).read_bytes())
+        names = [f"{path}\t{name}" for path, name in self.entries]
+        return fingerprint(names, len(self), lambda index: self[index]["image"])
 
 
-def list_tree(root: Path, splits: Sequence[str] = ("train", "val")) -> tuple[list[str], list[Images]]:
+def list_tree(root: Path, splits: Sequence[str] = ("train", "val")) -> tuple[list[str], list[ImageTree]]:
     """The classes, in alphabetical order, and the images of each split.
 
     Raises:
@@ -66,12 +72,11 @@ def list_tree(root: Path, splits: Sequence[str] = ("train", "val")) -> tuple[lis
             raise UsageError(f"{flag}: the class folders of train and val differ ({'; '.join(found)}).")
     ignored, listed = Counter[str](), []
     for split in splits:
-        folder = split_folder(root, split)
-        images = _list_images(folder, classes, ignored)
-        for label in sorted(set(range(len(classes))) - set(images.labels.tolist())):
+        images = ImageTree(split_folder(root, split), classes, ignored)
+        for name in sorted({*classes}.difference(name for _, name in images.entries)):
             raise UsageError(
-                f"{flag}: no images ({_KINDS}) in class folder {classes[label]!r} of {split}"
-                f"{_contents(folder / classes[label])}; add some, or remove the folder everywhere."
+                f"{flag}: no images ({_KINDS}) in class folder {name!r} of {split}{_contents(images.root / name)}; add "
+                "some, or remove the folder everywhere."
             )
         listed.append(images)
     if ignored:
@@ -99,12 +104,6 @@ def _class_names(root: Path, split: str) -> list[str]:
     if not names:
         raise UsageError(f"--data-dir {str(root)!r}: no class folders in {split!r}{_contents(folder)}. {_EXPECTED}")
     return names
-
-
-def _list_images(split: Path, classes: Sequence[str], ignored: Counter[str]) -> Images:
-    found = [[*_images_below(str(split / name), (), ignored)] for name in classes]
-    labels = np.repeat(np.arange(len(classes), dtype=np.int32), [len(paths) for paths in found])
-    return Images(str(split), [path[len(f"{split}{os.sep}") :] for paths in found for path in paths], labels)
 
 
 def _images_below(folder: str, above: tuple[tuple[int, int], ...], ignored: Counter[str]) -> Iterator[str]:
@@ -149,58 +148,34 @@ def _contents(folder: Path) -> str:
     return f" (it holds {listing(names)})" if names else " (it is empty)"
 
 
-# Encoded images with labels from shards: TFRecord, ArrayRecord, WebDataset, Hugging Face datasets.
+# Images with labels: of a tree, or of shards (TFRecord, ArrayRecord, WebDataset, Hugging Face datasets).
 
 # Field names in TensorFlow Datasets, NVIDIA's scripts, WebDataset and the Hugging Face hub.
 _IMAGE = ("image/encoded", "image", "img", "jpg", "jpeg", "jpe", "png", "webp", "bmp", "gif")
 _LABEL = ("image/class/label", "label", "cls", "class", "fine_label", "txt")
 
 
-class ImageRecords:
-    """The images of one split in shards, with the interface of `Images`.
+class Labelled(NamedTuple):
+    """The entries of one split, and how each becomes an image with its label."""
 
-    Args:
-        records: The entries.
-        fields: Names that the image field may have, and the name of the label field.
-        names: Class names of integer labels; without it, the class name is the number itself.
-        classes: Class names in the order of the model's outputs.
-    """
+    records: Records
+    image: Sequence[str]  # names that the field of the image may have
+    label: str  # the field of the label
+    names: Sequence[str] | None  # of integer labels; without them, the class name is the number itself
 
-    def __init__(
-        self, records: Records, fields: tuple[Sequence[str], str], names: Sequence[str] | None, classes: Sequence[str]
-    ) -> None:
-        self.root = str(records.root)
-        self._records, self._fields, self._names = records, fields, names
-        self._index = {name: index for index, name in enumerate(classes)}
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def name(self, index: int) -> str:
-        """The location of an image relative to `root`."""
-        return self._records.name(index)
-
-    def item(self, index: int) -> tuple[bytes, int]:
+    def item(self, index: int, classes: Mapping[str, int]) -> tuple[bytes, int]:
         """The encoded image and its label; raises `UnusableFileError` if either is missing or invalid."""
-        record = self._records[index]
-        image = content(record, self._fields[0])
-        name = _class_name(record.get(self._fields[1]), self._names)
-        if name not in self._index:
-            raise UnusableFileError(f"its label {name!r} is not one of the {len(self._index)} classes")
-        return image, self._index[name]
-
-    def digest(self) -> str:
-        """A digest that changes if shards are added, removed or resized, or if a sampled entry changes."""
-        return self._records.digest()
+        record = self.records[index]
+        name = _class_name(record.get(self.label), self.names)
+        label = classes.get(name or "")
+        if label is None:
+            raise UnusableFileError(f"its label {name!r} is not one of the {len(classes)} classes")
+        return content(record, self.image), label
 
 
 def open_image_records(
-    root: Path,
-    splits: Sequence[str],
-    classes: Sequence[str] | None = None,
-    image_field: str | None = None,
-    label_field: str | None = None,
-) -> tuple[list[str], list[ImageRecords]] | None:
+    root: Path, splits: Sequence[str], fields: Fields = (None, None), classes: Sequence[str] | None = None
+) -> tuple[Sequence[str], list[Labelled]] | None:
     """The classes and the images of each split; None if there are no shards.
 
     Class names come from the dataset: a Hugging Face ClassLabel, or labels.txt beside the shards with one name per
@@ -209,23 +184,21 @@ def open_image_records(
     Args:
         root: Root folder of the dataset.
         splits: `train` and `val`, or one of them.
+        fields: The fields of the image and the label, if they are not the usual ones.
         classes: Classes of the evaluated model.
-        image_field, label_field: Names of the fields, if they are not the usual ones.
     """
-    if not root.is_dir():
-        return None
     opened = []
     for split in splits:
-        records = open_records(root, split)
+        records = open_records(root, split) if root.is_dir() else None
         if records is None:
             return None
-        label, *_ = records.fields((label_field,) if label_field else _LABEL, "label")
-        fields = records.fields((image_field,) if image_field else _IMAGE, "image"), label
-        names = records.class_names(fields[1])
+        label, *_ = records.fields((fields[1],) if fields[1] else _LABEL, "label")
+        image = records.fields((fields[0],) if fields[0] else _IMAGE, "image")
+        names = records.class_names(label)
         if classes is None:
-            classes = names or _sorted({_class_name(value, names) for value in records.column(fields[1])} - {None})
-        opened.append((records, fields, names))
-    return list(classes or ()), [ImageRecords(*found, classes or ()) for found in opened]
+            classes = names or _sorted({_class_name(value, names) for value in records.column(label)} - {None})
+        opened.append(Labelled(records, image, label, names))
+    return classes or (), opened
 
 
 def _class_name(value: Any, names: Sequence[str] | None) -> str | None:
@@ -257,45 +230,39 @@ def _sorted(names: set[Any]) -> list[str]:
 
 # The images of a split, decoded.
 
-_VIEW = View()
-
 
 class ImageFolder(Dataset):
     """One split of a tree `SPLIT/CLASS/*.jpg|png|...`, or of shards.
 
     Training takes a random crop, randomly mirrored; evaluation takes the centre of the image. Every crop, or the
-    `whole` image, is resized to `size`. In training the next image replaces an unreadable one: a blank image would
-    distort the batch's normalisation statistics, and a shorter batch would need another compilation. In evaluation an
-    unreadable image has mask 0.
+    whole image, is resized. In training the next image replaces an unreadable one: a blank image would distort the
+    batch's normalisation statistics, and a shorter batch would need another compilation. In evaluation an unreadable
+    image has mask 0.
     """
 
     # ImageNet's statistics in RGB: https://docs.pytorch.org/vision/stable/models.html.
     mean = (0.485, 0.456, 0.406)
     std = (0.229, 0.224, 0.225)
 
-    def __init__(
-        self,
-        images: Images | ImageRecords,
-        classes: Sequence[str],
-        size: int,
-        flip: bool,
-        max_unreadable: float,
-        view: View = _VIEW,
-    ) -> None:
-        self.name, self.classes, self.image_shape = images.root, tuple(classes), (size, size, 3)
-        self.images = images
-        self.problems: SkippedFiles = SkippedFiles(len(images), max_unreadable, "--max-unreadable")
-        self._size, self._flip, self._view = size, flip, view
+    def __init__(self, images: Labelled, classes: Sequence[str], view: View, max_unreadable: float) -> None:
+        self.records = images.records
+        self.name, self.classes, self.image_shape = str(self.records.root), tuple(classes), (view.side, view.side, 3)
+        self.problems: SkippedFiles = SkippedFiles(len(self), max_unreadable, "--max-unreadable")
+        self._images, self._view, self._labels = images, view, {name: i for i, name in enumerate(classes)}
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(self.records)
+
+    def item(self, index: int) -> tuple[bytes, int]:
+        """The encoded image and its label; raises `UnusableFileError` if either is missing or invalid."""
+        return self._images.item(index, self._labels)
 
     def name_of(self, index: int) -> tuple[str, str]:
-        return os.path.join(self.name, self.images.name(index)), self.classes[self.images.item(index)[1]]
+        return os.path.join(self.name, self.records.name(index)), self.classes[self.item(index)[1]]
 
     @functools.cached_property
     def identity(self) -> str:
-        return f"{super().identity} with digest {self.images.digest()[:16]}"
+        return f"{super().identity} with digest {self.records.digest()[:16]}"
 
     def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Batch:
         batch = empty_batch(len(indices), self.image_shape)
@@ -307,56 +274,43 @@ class ImageFolder(Dataset):
         # It ends: too many unreadable images are an error.
         for candidate in range(index, index + (1 if augmentation is None else len(self))):
             candidate %= len(self)
+            # Seeded per image, so that the crop does not depend on the batch.
+            rng = None if augmentation is None else np.random.default_rng([*augmentation, candidate])
             try:
-                batch.images[row], batch.labels[row] = self._read(candidate, augmentation)
+                file, label = self.item(candidate)
+                batch.images[row], batch.labels[row] = read_crop(file, self._view.crop(rng)), label
                 return True
             except UnusableFileError as error:
-                self.problems.add(self.images.name(candidate), str(error), self.name)
+                self.problems.add(self.records.name(candidate), str(error), self.name)
         return False
-
-    def _read(self, index: int, augmentation: Augmentation | None) -> tuple[np.ndarray, int]:
-        def choose(full: tuple[int, int]) -> Crop:
-            size = (self._size, self._size)
-            if augmentation is None:
-                return self._view.of_test(full, size)
-            # Seeded per image, so that the crop does not depend on the batch.
-            return self._view.of_training(full, size, np.random.default_rng([*augmentation, index]), self._flip)
-
-        file, label = self.images.item(index)
-        return read_crop(file, choose), label
 
 
 def open_image_folder(
     root: Path,
-    size: int,
-    flip: bool,
+    view: View,
     max_unreadable: float,
-    *,
-    view: View = _VIEW,
     splits: Sequence[str] = ("train", "val"),
+    fields: Fields = (None, None),
     classes: Sequence[str] | None = None,
-    image_field: str | None = None,
-    label_field: str | None = None,
 ) -> list[ImageFolder]:
     """Opens the images of each split below `root`: class folders, beside which archives may lie, or shards.
 
     Args:
         root: Root folder of the data.
-        size: Side length in pixels of the resized crops.
-        flip: Whether to mirror training images at random.
-        max_unreadable: Share of the images of a split that may be unreadable.
         view: How images become squares.
+        max_unreadable: Share of the images of a split that may be unreadable.
         splits: The splits to open.
+        fields: The fields of the image and the label in shards, if they are not the usual ones.
         classes: Classes of the evaluated model, since shards may not contain all of them.
-        image_field, label_field: Names of the fields in shards, if they are not the usual ones.
 
     Raises:
         UsageError: The data has the wrong layout, or too many images are unreadable.
     """
-    opened: Any = None
-    if not any(has_class_folders(root, split) for split in splits):
-        opened = open_image_records(root, splits, classes, image_field, label_field)
-    classes, found = opened or list_tree(root, splits)
-    if not opened and (image_field or label_field):
-        raise UsageError(f"--image-field and --label-field are for shards, but {str(root)!r} has class folders.")
-    return [ImageFolder(images, classes, size, flip, max_unreadable, view) for images in found]
+    is_tree = any(has_class_folders(root, split) for split in splits)
+    opened = None if is_tree else open_image_records(root, splits, fields, classes)
+    if opened is None:
+        classes, trees = list_tree(root, splits)
+        if any(fields):
+            raise UsageError(f"--image-field and --label-field are for shards, but {str(root)!r} has class folders.")
+        opened = classes, [Labelled(tree, ("image",), "label", None) for tree in trees]
+    return [ImageFolder(images, opened[0], view, max_unreadable) for images in opened[1]]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,20 +15,13 @@ import numpy as np
 from examples.common.cli import SkippedFiles, UsageError, each_readable, listing, say
 from examples.common.modes import cast_to_policy
 from examples.common.pictures import draw_confusion
+from examples.common.records import read_file
 from examples.common.run_folder import write_json
 from examples.common.task import Task
 from examples.common.training import DataParallel, Variables, check_outputs
+from examples.imagenet import data
 from examples.imagenet.config import Config
-from examples.imagenet.data import (
-    EMBEDDED,
-    Array,
-    Augmentation,
-    Batch,
-    Dataset,
-    Description,
-    empty_batch,
-    evaluation_batches,
-)
+from examples.imagenet.data import Array, Batch, Dataset, Description
 from examples.imagenet.decoding import View, read_crop
 from examples.imagenet.image_folder import open_image_folder
 from examples.imagenet.models import KINDS, read_pretrained
@@ -62,10 +54,6 @@ class ImageData(Task):
     def open(cls, config: Config, description: dict[str, Any] | None = None) -> Data:
         return open_data(config, None if description is None else Description.from_json(description))
 
-    def loading(self) -> dict[str, Any]:
-        """How batches are loaded."""
-        return {"workers": self.config.threads, "put": self.parallel.put_own, "own": self.parallel.own}
-
     def facts(self) -> dict[str, Any]:
         sizes = {f"{name}_images": len(images) for name, images in self._sets().items()}
         unreadable = sum(map(len, self.skipped().values()))
@@ -88,18 +76,17 @@ class ImageData(Task):
         """Writes the predicted classes of `--images`, or else of all test images, to predictions.json."""
         config, classes = self.config, self.about.classes
         readable, unreadable = each_readable(config.images, self._read, "--images")
-        images: Dataset = Files(self.about, readable) if config.images else self.test_set
+        images: Dataset = data.Files(self.about, readable) if config.images else self.test_set
         size = self.parallel.filled(min(self.batch_size, len(images)))
         weights, predictions = cast_to_policy(self, variables), list[dict[str, Any]]()
-        with evaluation_batches(images, size, **self.loading()) as batches:
-            for start, batch in zip(itertools.count(0, size), batches, strict=False):
-                found, mask = self.parallel.get((self.predict_step(weights, batch.images), batch.mask))
-                for row in np.flatnonzero(mask):
-                    finite, best = bool(np.isfinite(found[row]).all()), int(np.argmax(found[row]))
-                    result = {"class": classes[best], "probability": float(found[row, best])}
-                    name, truth = images.name_of(start + int(row))
-                    of_file = {"image": name} | ({} if config.images else {"truth": truth})
-                    predictions.append(of_file | (result if finite else {"class": None, "probability": None}))
+        for number, batch in enumerate(data.evaluation_batches(images, size, self.loading)):
+            found, mask = self.parallel.get((self.predict_step(weights, batch.images), batch.mask))
+            for row in np.flatnonzero(mask):
+                finite, best = bool(np.isfinite(found[row]).all()), int(np.argmax(found[row]))
+                result = {"class": classes[best], "probability": float(found[row, best])}
+                name, truth = images.name_of(number * size + int(row))
+                of_file = {"image": name} | ({} if config.images else {"truth": truth})
+                predictions.append(of_file | (result if finite else {"class": None, "probability": None}))
         nonfinite = sum(line["class"] is None for line in predictions)
         check_outputs(nonfinite, len(predictions), self.unit)
         for line in predictions if config.images else ():
@@ -119,10 +106,10 @@ class ImageData(Task):
 
     def _read(self, path: Path) -> np.ndarray:
         """Reads an image as in evaluation, in the model's size and colours."""
-        height, width, channels = self.about.image_shape
+        side, _, channels = self.about.image_shape
         # A digit fills its image; the subject of a photograph is in the centre.
-        view = View(whole=True) if channels == 1 else self.config.view
-        pixels = read_crop(str(path), lambda full: view.of_test(full, (width, height)))
+        view = View(side, whole=True) if channels == 1 else self.config.view._replace(side=side)
+        pixels = read_crop(read_file(path), view.crop())
         return np.round(pixels.mean(axis=-1, keepdims=True)).astype(np.uint8) if channels == 1 else pixels
 
     def inference_step(self) -> jax.stages.Wrapped:
@@ -131,18 +118,15 @@ class ImageData(Task):
     def read_initial(self, path: Any, like: Variables) -> Variables:
         return read_pretrained(path, like, self.config.model_name)
 
-    def put(self, batch: Batch) -> Batch:
-        return batch  # the pipeline has already done it
-
     def example_batches(self, batch_size: int) -> Sequence[Batch]:
-        return [empty_batch(batch_size, self.about.image_shape)]
+        return [data.empty_batch(batch_size, self.about.image_shape)]
 
     def synthetic_batch(self) -> Batch:
-        return random_batch(self.about, self.batch_size)
+        return data.random_batch(self.about, self.batch_size)
 
     def benchmark_settings(self) -> dict[str, Any]:
-        data = {"data": self.train_set.name, "image_shape": self.about.image_shape}
-        return {"model": self.config.model_name, **data}
+        images = {"data": self.train_set.name, "image_shape": self.about.image_shape}
+        return {"model": self.config.model_name, **images}
 
     def close(self) -> None:
         if self._stream is not None:
@@ -171,7 +155,9 @@ def open_data(config: Config, about: Description | None = None) -> Data:
             _check_same(about, test)
         return Data(about, None, test)
     if config.is_benchmark:
-        images: Dataset = Synthetic(config.model_name, config.side)
+        # A user's model is benchmarked with ImageNet's shape and classes.
+        kind = KINDS.get(config.model_name, KINDS["resnet50"])
+        images = data.Synthetic((config.side, config.side, kind.image_shape[-1]), kind.classes)
         return Data(images.description, images, images)
     train, test = _open(config, ["train", "val"])
     if len(train.classes) < 2:
@@ -184,10 +170,9 @@ def open_data(config: Config, about: Description | None = None) -> Data:
 
 def _open(config: Config, splits: Sequence[str], classes: Sequence[str] | None = None) -> Sequence[Dataset]:
     if config.data_dir is None:
-        return [EMBEDDED[config.embedded]("train" if split == "train" else "test") for split in splits]
-    options: dict[str, Any] = {"view": config.view, "splits": splits, "classes": classes}
-    options |= {"image_field": config.image_field, "label_field": config.label_field}
-    return open_image_folder(config.data_dir, config.side, config.flip, config.max_unreadable, **options)
+        return [data.EMBEDDED[config.embedded]("train" if split == "train" else "test") for split in splits]
+    fields = config.image_field, config.label_field
+    return open_image_folder(config.data_dir, config.view, config.max_unreadable, splits, fields, classes)
 
 
 def _check_same(about: Description, images: Dataset) -> None:
@@ -198,58 +183,6 @@ def _check_same(about: Description, images: Dataset) -> None:
         )
     if images.image_shape != about.image_shape:
         raise UsageError(f"the model takes images of {about.image_shape}, but {images.name} has {images.image_shape}.")
-
-
-class Files(Dataset):
-    """Images of the command line, whose classes are not known."""
-
-    name = "--images"
-
-    def __init__(self, about: Description, images: Mapping[Path, np.ndarray]) -> None:
-        self.classes, self.image_shape, self.mean, self.std = about
-        self._paths, self._pixels = list(images), list(images.values())
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def name_of(self, index: int) -> tuple[str, str]:
-        return str(self._paths[index]), ""
-
-    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Batch:
-        count = len(indices)
-        return Batch(
-            np.stack([self._pixels[i] for i in indices]), np.zeros(count, np.int32), np.ones(count, np.float32)
-        )
-
-
-class Synthetic(Dataset):
-    """As many random images as in ImageNet, with the shape and classes for which a model was designed."""
-
-    name = "synthetic images"
-
-    def __init__(self, model: str, side: int) -> None:
-        # A user's model is benchmarked with ImageNet's shape and classes.
-        kind = KINDS.get(model, KINDS["resnet50"])
-        channels = kind.image_shape[-1]
-        self.image_shape = (side, side, channels)
-        self.classes = tuple(str(label) for label in range(kind.classes))
-        self.mean, self.std = (0.5,) * channels, (0.29,) * channels
-
-    def __len__(self) -> int:
-        return 1_281_167
-
-    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Batch:
-        return random_batch(self, len(indices))
-
-
-def random_batch(like: Dataset | Description, size: int) -> Batch:
-    """A batch of random noise with the shape of these images."""
-    rng = np.random.default_rng(0)
-    return Batch(
-        rng.integers(0, 256, (size, *like.image_shape), np.uint8),
-        rng.integers(0, len(like.classes), size, np.int32),
-        np.ones(size, np.float32),
-    )
 
 
 # Top-1 and top-5 accuracy.

@@ -32,9 +32,10 @@ class ImageTask(ImageData):
     def batches(self, epoch: int, first: int) -> Iterator[Batch]:
         if self._stream is None:
             # One stream over all epochs, so that the next epoch's first batches load during evaluation.
-            places = {"first": epoch * self.steps + first, "augment": self.config.augment, **self.loading()}
-            last = self.epochs * self.steps if self.config.action == "train" else None
-            self._stream = train_batches(self.train_set, self.batch_size, self.config.seed, last=last, **places)
+            how: dict[str, Any] = {"augment": self.config.augment, "loading": self.loading}
+            how |= {"last": self.epochs * self.steps} if self.config.action == "train" else {}
+            first_step = epoch * self.steps + first
+            self._stream = train_batches(self.train_set, self.batch_size, self.config.seed, first=first_step, **how)
         return itertools.islice(self._stream, self.steps - first)
 
     # Model and loss.
@@ -125,10 +126,9 @@ class ImageTask(ImageData):
         self, weights: Variables, between_steps: Callable[[], None] = lambda: None, *, last: bool = True
     ) -> dict[str, Any]:
         step, sums = self._compiled_test, self.parallel.replicate(self._zero())
-        with evaluation_batches(self.test_set, self.test_batch_size, **self.loading()) as batches:
-            for batch in batches:
-                between_steps()
-                sums = step(weights, sums, batch)
+        for batch in evaluation_batches(self.test_set, self.test_batch_size, self.loading):
+            between_steps()
+            sums = step(weights, sums, batch)
         return {f"test_{name}": value for name, value in tested_means(sums, self.unit, last).items()}
 
 

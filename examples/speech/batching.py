@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import grain
 import jax
 import numpy as np
 
+from examples.common.loading import Loading, loaded
 from examples.speech.dataset import Speech
 from examples.speech.features import NO_PERTURBATION, Draw, Perturbation, frames_of, samples_of
 
@@ -16,8 +16,7 @@ Array = np.ndarray | jax.Array
 
 # Batch lengths in frames are multiples of this, so that some are still multiples of 8 after the model's strides.
 _FRAMES = 16
-# Batches that each thread prefetches.
-_AHEAD = 2
+_LOADING = Loading(2, put=lambda batch: batch)
 
 
 class Batch(NamedTuple):
@@ -72,8 +71,7 @@ class Buckets:
         batch_size: Number of utterances in a batch.
         count: Maximum number of buckets, whose lengths are multiples of 16 frames.
         perturbation: Perturbation of the training utterances.
-        workers: Number of threads that load batches.
-        own: The rows to load of a batch of a size; by default all. Each of several processes loads its own.
+        loading: How batches are loaded; by default they stay on the host.
 
     Attributes:
         shapes: All shapes of full batches, from short to long.
@@ -86,11 +84,10 @@ class Buckets:
         batch_size: int,
         count: int = 4,
         perturbation: Perturbation = NO_PERTURBATION,
-        workers: int = 2,
-        own: Callable[[int], slice] = slice,
+        loading: Loading = _LOADING,
     ) -> None:
-        self._speech, self._perturbation, self._workers = speech, perturbation, workers
-        self._own = own(batch_size)
+        self._speech, self._perturbation, self._loading = speech, perturbation, loading
+        self._own = loading.own(batch_size)
         self._batch_size, self.steps = batch_size, len(speech) // batch_size
         characters = max(len(labels) for labels in speech.labels)
         self.shapes = tuple(Shape(batch_size, samples, characters) for samples in self._edges(count))
@@ -138,9 +135,7 @@ class Buckets:
         return [*plans, _plan(self.shapes[-1], rest, draw)] if len(rest) else plans
 
     def _load_all(self, plans: Sequence[_Plan], perturbation: Perturbation) -> Iterator[Batch]:
-        batches = grain.MapDataset.source(plans).map(lambda plan: self._load(plan, perturbation))
-        options = grain.ReadOptions(num_threads=self._workers, prefetch_buffer_size=self._workers * _AHEAD)
-        return iter(batches.to_iter_dataset(options))
+        return loaded(plans, lambda plan: self._load(plan, perturbation), self._loading)
 
     def _load(self, plan: _Plan, perturbation: Perturbation) -> Batch:
         own, shape = self._own, plan.shape

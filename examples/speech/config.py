@@ -6,21 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
+from examples.common import config as run
 from examples.common.cli import UsageError
-from examples.common.config import (
-    ACTION,
-    BENCHMARK,
-    BUILD,
-    DEVICES,
-    FILES,
-    MODEL,
-    RECIPE,
-    STEP,
-    TRAIN,
-    TRAINING,
-    Mode,
-    RunConfig,
-)
 from examples.common.flags import Count, Group, Natural, Positive, Share, TwoOrMore
 from examples.common.optimizers import Recipe
 from examples.speech.corpus import DEFAULT_CACHE
@@ -28,58 +15,60 @@ from examples.speech.features import NO_PERTURBATION, Perturbation, frames_of
 
 _RECIPE = Recipe(20, 16, 3e-3, 1.0, "adamw", 1e-2, clip_norm=10.0)
 
-_TESTED = (*TRAIN, "evaluate")  # actions that read the speech of the flags
-_BATCHED = (*BUILD, "evaluate")
+_TESTED = (*run.TRAIN, "evaluate")  # actions that read the speech of the flags
+_BATCHED = (*run.BUILD, "evaluate")
 DATA = Group("data", _TESTED, stored="free")  # what a resumed run must find again is `Task.identity`
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(RunConfig):
+class Config(run.RunConfig):
     """Trains a speech recogniser in mixed precision, tests it, and measures how fast it is."""
 
     script = "speech"
     unit = "utterances"
-    of_tests = (*RunConfig.of_tests, "dev_data")
+    of_tests = (*run.RunConfig.of_tests, "dev_data")
 
-    mode: Mode = ACTION("train_and_evaluate", "train, test, use or measure (see the README)", stored="fixed")  # type: ignore[misc]
-    infer: tuple[Path, ...] = FILES((), "transcribe these audio files with the model of the run", uses=("predict",))
+    mode: run.Mode = run.ACTION("train_and_evaluate", "train, test, use or measure (see the README)", stored="fixed")  # type: ignore[misc]
+    infer: tuple[Path, ...] = run.FILES((), "transcribe these audio files with the model of the run", uses=("predict",))
 
-    train_data: Path | None = DATA(None, "CSV, LibriSpeech or shards (default: synthesised)", uses=TRAIN)
+    train_data: Path | None = DATA(None, "CSV, LibriSpeech or shards (default: synthesised)", uses=run.TRAIN)
     dev_data: Path | None = DATA(
-        None, "speech to test on after each epoch (default: --test-data)", uses=TRAIN, stored="free"
+        None, "speech to test on after each epoch (default: --test-data)", uses=run.TRAIN, stored="free"
     )
     test_data: Path | None = DATA(None, "test speech, in a format of --train-data")
     audio_field: str | None = DATA(None, "field of the audio in shards (default: any usual name)")
     text_field: str | None = DATA(None, "field of the transcript in shards (default: any usual name)")
-    alphabet: Path | None = DATA(None, "file with one character per line (default: space, a to z, ')", uses=BUILD)
+    alphabet: Path | None = DATA(None, "file with one character per line (default: space, a to z, ')", uses=run.BUILD)
     cache_dir: Path = DATA(DEFAULT_CACHE, "folder for the corpus synthesised by espeak-ng")
     drop_characters: str = DATA("", "characters to leave out of the transcripts, such as '.,?!'")
     max_seconds: Positive = DATA(60.0, "longest utterance; longer ones are skipped, since batches pad to the longest")
     max_skipped: Share = DATA(0.01, "largest share of the utterances that may be skipped as unusable")
 
-    hidden: Count = MODEL(128, "units of dense layers and of each direction of the recurrent layer (DeepSpeech: 2048)")
-    cell: Literal["rnn", "gru", "lstm"] = MODEL("gru", "recurrent cell; rnn is DeepSpeech's, with a clipped ReLU")
-    bidirectional: bool = MODEL(True, "also run the recurrent layer backward in time")
-    stride: Count = MODEL(3, "number of 10 ms frames per output of the model")
-    context: Natural = MODEL(5, "frames on either side that the first layer sees")
-    layer_norm: bool = MODEL(True, "layer normalisation before each clipped ReLU")
-    dropout: Share = MODEL(0.05, "dropout rate", uses=STEP)
+    hidden: Count = run.MODEL(
+        128, "units of dense layers and of each direction of the recurrent layer (DeepSpeech: 2048)"
+    )
+    cell: Literal["rnn", "gru", "lstm"] = run.MODEL("gru", "recurrent cell; rnn is DeepSpeech's, with a clipped ReLU")
+    bidirectional: bool = run.MODEL(True, "also run the recurrent layer backward in time")
+    stride: Count = run.MODEL(3, "number of 10 ms frames per output of the model")
+    context: Natural = run.MODEL(5, "frames on either side that the first layer sees")
+    layer_norm: bool = run.MODEL(True, "layer normalisation before each clipped ReLU")
+    dropout: Share = run.MODEL(0.05, "dropout rate", uses=run.STEP)
 
-    augment: bool = TRAINING(True, "apply SpecAugment and random changes of speed and volume")
-    buckets: Count = TRAINING(2, "number of lengths to pad utterances to", uses=_TESTED)
+    augment: bool = run.TRAINING(True, "apply SpecAugment and random changes of speed and volume")
+    buckets: Count = run.TRAINING(2, "number of lengths to pad utterances to", uses=_TESTED)
 
     # Audio files are transcribed one by one, on one device.
-    batch_size: Count | None = RECIPE(None, "utterances per step, over all devices together", uses=_BATCHED)
-    devices: int | None = DEVICES(None, "number of devices that share a batch (default: all)", uses=_BATCHED)
-    workers: Count | None = DEVICES(None, "number of threads that load data (default: one per core)", uses=_TESTED)
+    batch_size: Count | None = run.RECIPE(None, "utterances per step, over all devices together", uses=_BATCHED)
+    devices: int | None = run.DEVICES(None, "number of devices that share a batch (default: all)", uses=_BATCHED)
+    workers: Count | None = run.DEVICES(None, "number of threads that load data (default: one per core)", uses=_TESTED)
 
-    longest: Positive = BENCHMARK(4.0, "longest utterance in seconds; others from a quarter of it")
-    warmup_steps: Natural = BENCHMARK(10, "steps to run before measuring")
-    num_iter: TwoOrMore = BENCHMARK(50, "number of steps to measure")
+    longest: Positive = run.BENCHMARK(4.0, "longest utterance in seconds; others from a quarter of it")
+    warmup_steps: Natural = run.BENCHMARK(10, "steps to run before measuring")
+    num_iter: TwoOrMore = run.BENCHMARK(50, "number of steps to measure")
 
     def _check_together(self) -> None:
         super()._check_together()
-        if self.action in TRAIN and (self.train_data is None) != (self.test_data is None):
+        if self.action in run.TRAIN and (self.train_data is None) != (self.test_data is None):
             given, missing = ("train", "test") if self.test_data is None else ("test", "train")
             raise UsageError(f"--{given}-data comes with --{missing}-data: give both, or neither.")
         if self.dev_data is not None and self.train_data is None:

@@ -66,10 +66,9 @@ class SpeechData(Task):
         self._buckets: Buckets | None = None
         if data.train is not None:
             self.check_batch_size(data.train.name, len(data.train))
-            how = config.buckets, config.perturbation, config.threads, parallel.own
-            self._buckets = Buckets(data.train, self.batch_size, *how)
+            self._buckets = Buckets(data.train, self.batch_size, config.buckets, config.perturbation, self.loading)
             self.steps = self._buckets.steps
-        self._test, self._dev = (None if x is None else Tester(config, x, parallel) for x in (data.test, dev))
+        self._test, self._dev = (None if x is None else Tester(self, x) for x in (data.test, dev))
         self.test_count = 0 if data.test is None else len(data.test)
         self.prefix = "dev_" if dev else ""
         self.metric = (f"{self.prefix}wer", -1)
@@ -114,9 +113,6 @@ class SpeechData(Task):
 
     def skipped(self) -> dict[str, SkippedFiles]:
         return {name: speech.skipped for name, speech in self._sets().items()}
-
-    def put(self, batch: Batch) -> Batch:
-        return self.parallel.put_own(batch)
 
     def example_batches(self, batch_size: int) -> Sequence[Batch]:
         if self._buckets is None:

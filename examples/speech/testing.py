@@ -14,8 +14,8 @@ import numpy as np
 
 from examples.common.cli import UnusableFileError, each_readable, say
 from examples.common.modes import cast_to_policy
-from examples.common.task import shape_of
-from examples.common.training import DataParallel, Variables, check_outputs, compile_step
+from examples.common.task import Task, shape_of
+from examples.common.training import Variables, check_outputs, compile_step
 from examples.speech.audio import SAMPLE_RATE, read_audio
 from examples.speech.batching import Array, Buckets, Shape
 from examples.speech.config import Config
@@ -26,11 +26,11 @@ from examples.speech.models import create_test_step, create_transcribe_step
 class Tester:
     """Transcribes a set of utterances with a model."""
 
-    def __init__(self, config: Config, speech: Speech, parallel: DataParallel) -> None:
-        self._config, self._speech, self._parallel = config, speech, parallel
+    def __init__(self, task: Task, speech: Speech) -> None:
+        self._config, self._speech, self._parallel = task.config, speech, task.parallel
         # A small set is not padded to a full batch.
-        batch_size = parallel.filled(min(config.preset.batch_size, len(speech)))
-        self._buckets = Buckets(speech, batch_size, config.buckets, workers=config.threads, own=parallel.own)
+        batch_size = self._parallel.filled(min(task.batch_size, len(speech)))
+        self._buckets = Buckets(speech, batch_size, self._config.buckets, loading=task.loading)
         self._steps: dict[Any, Any] = {}
 
     def compile(self, variables: Any) -> None:
@@ -46,7 +46,6 @@ class Tester:
         found: list[Transcribed] = []
         for batch in self._buckets.evaluation_batches():
             between_steps()
-            batch = self._parallel.put_own(batch)
             step = self._steps[shape_of(batch)]
             outputs = self._parallel.get((batch.weights, batch.indices, *step(variables, batch)))
             found += self._transcribed(*outputs)

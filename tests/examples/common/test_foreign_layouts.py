@@ -18,6 +18,7 @@ from examples.common.records import UnusableFileError, content
 from examples.common.training import Variables
 from examples.common.weights import file_variables
 from examples.imagenet.config import Config
+from examples.imagenet.decoding import View
 from examples.imagenet.image_folder import ImageFolder, open_image_folder
 from examples.speech.config import Config as SpeechConfig
 from examples.speech.dataset import open_speech
@@ -26,7 +27,7 @@ from tests.examples.imagenet.image_tree import CLASSES
 
 
 def opened(root: Path, **options) -> list[ImageFolder]:
-    return open_image_folder(root, 16, False, 0.0, **options)
+    return open_image_folder(root, View(16, flip=False), 0.0, **options)
 
 
 def same(one: list[ImageFolder], other: list[ImageFolder]) -> None:
@@ -50,7 +51,7 @@ def test_entries_of_a_tar_have_images_of_several_kinds_and_names_in_txt(photos, 
     for split, folder in (("train", train), ("val", val)):
         rows = rows_of(folder, "jpg", "txt")
         kinds = ("jpg", "jpeg", "png", "webp")
-        mixed = [{kinds[i % 4]: row["jpg"], "txt": CLASSES[folder.images.item(i)[1]]} for i, row in enumerate(rows)]
+        mixed = [{kinds[i % 4]: row["jpg"], "txt": CLASSES[folder.item(i)[1]]} for i, row in enumerate(rows)]
         write_tar(tmp_path / f"{split}.tar", mixed)
     same(opened(tmp_path), [train, val])
 
@@ -61,7 +62,7 @@ def test_fields_may_have_any_name(photos, tmp_path):
         write_tar(tmp_path / f"{split}.tar", rows_of(folder, "pixels", "kind"))
     with pytest.raises(UsageError, match="for the label; name it with --label-field"):
         opened(tmp_path)
-    same(opened(tmp_path, image_field="pixels", label_field="kind"), folders)
+    same(opened(tmp_path, fields=("pixels", "kind")), folders)
 
 
 def test_class_names_that_repeat_are_refused(photos, tmp_path):
@@ -72,7 +73,7 @@ def test_class_names_that_repeat_are_refused(photos, tmp_path):
         with pytest.raises(UsageError, match=named):
             opened(tmp_path)
     with pytest.raises(UsageError, match="are for shards"):
-        opened(photos, image_field="jpg")
+        opened(photos, fields=("jpg", None))
 
 
 def test_hub_snapshots_and_saved_datasets_of_one_split_each(photos, tmp_path):

@@ -20,6 +20,7 @@ from examples.common.cli import UsageError
 from examples.common.records import example_type
 from examples.imagenet import image_folder
 from examples.imagenet.config import Config
+from examples.imagenet.decoding import View
 from examples.imagenet.image_folder import ImageFolder, open_image_folder, open_image_records
 from examples.imagenet.task import open_data
 from examples.speech.dataset import open_speech
@@ -113,12 +114,12 @@ FORMATS = {
 
 
 def opened(root: Path, **options: Any) -> list[ImageFolder]:
-    return open_image_folder(root, 16, True, 0.0, **options)
+    return open_image_folder(root, View(16), 0.0, **options)
 
 
 def rows_of(folder: ImageFolder, image: str, label: str) -> Rows:
-    items = [folder.images.item(index) for index in range(len(folder))]
-    return [{image: Path(str(file)).read_bytes(), label: value} for file, value in items]
+    items = [folder.item(index) for index in range(len(folder))]
+    return [{image: file, label: value} for file, value in items]
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -177,7 +178,7 @@ def test_labels_in_json_and_damaged_entries(photos, tmp_path):
     rows[1] = rows[1] | {"json": "{"}
     rows[2] = rows[2] | {"jpg": b"no image"}
     FORMATS["webdataset"][0](tmp_path, {"train": rows, "val": rows})
-    train, _ = open_image_folder(tmp_path, 16, True, 0.5)
+    train, _ = open_image_folder(tmp_path, View(16), 0.5)
     loaded = train.load(np.arange(6), None)
     np.testing.assert_array_equal(loaded.mask, [1, 0, 0, 1, 1, 1])
     assert {name.rpartition("/")[2]: reason.split(":")[0] for name, reason in train.problems.reasons.items()} == {
@@ -268,9 +269,9 @@ def test_a_tar_that_repeats_a_name_is_an_error(tmp_path):
 def test_a_label_without_a_name_is_an_error(labels, tmp_path):
     write, image, label = FORMATS["array_record"]
     write(tmp_path, {"train": [{image: b"", label: value} for value in labels] * 2}, ["cat", "dog"])
-    _, (records,) = open_image_records(tmp_path, ["train"])
+    (train,) = open_image_folder(tmp_path, View(16), 0.0, ["train"])
     with pytest.raises(UsageError, match=r"is out of range: there are 2 class names, 0 to 1\. If labels"):
-        [records.item(index) for index in range(len(records))]
+        [train.item(index) for index in range(len(train))]
 
 
 def test_several_labels_for_an_image_are_an_error():

@@ -12,6 +12,7 @@ import pytest
 from examples.common.checkpoints import newest_position
 from examples.custom.__main__ import main
 from examples.imagenet.config import Config
+from examples.imagenet.decoding import View
 from examples.imagenet.image_folder import open_image_folder
 from examples.imagenet.train import main as train_images
 from tests.examples import processes
@@ -123,7 +124,7 @@ def test_a_reordered_list_of_classes_is_refused(own_photos, tmp_path, monkeypatc
     """Its weights would be read as those of other classes."""
     make_quick(monkeypatch)
     write, image, label = FORMATS["webdataset"]
-    pairs = zip(("train", "val"), open_image_folder(own_photos, 16, True, 0.0), strict=True)
+    pairs = zip(("train", "val"), open_image_folder(own_photos, View(16), 0.0), strict=True)
     write(tmp_path / "data", {split: rows_of(images, image, label) for split, images in pairs}, CLASSES)
     flags = folder_flags(tmp_path / "data", "--output", str(tmp_path / "run"))
     assert train_images(flags) == 0

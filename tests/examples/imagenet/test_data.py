@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 import zlib
+from contextlib import closing
 from pathlib import Path
 
 import jax
@@ -13,6 +14,8 @@ import pytest
 from PIL import Image
 
 from examples.common.cli import UsageError
+from examples.common.loading import Loading
+from examples.common.records import read_file
 from examples.imagenet import decoding
 from examples.imagenet.data import Augmentation, Batch, Dataset, Digits, Mnist, evaluation_batches, train_batches
 from examples.imagenet.decoding import Crop, View, middle_box, random_box, read_crop
@@ -23,17 +26,15 @@ from tests.examples.imagenet.image_tree import CLASSES, cat
 
 
 def opened(root: Path, max_unreadable: float = 0.01) -> tuple[ImageFolder, ImageFolder]:
-    return open_image_folder(root, 16, True, max_unreadable)
+    return open_image_folder(root, View(16), max_unreadable)
 
 
 def train_list(dataset: Dataset, batch_size: int = 4, last: int = 9, **options) -> list[Batch]:
-    with train_batches(dataset, batch_size, 3, last=last, **options) as batches:
-        return [jax.device_get(batch) for batch in batches]
+    return [jax.device_get(batch) for batch in train_batches(dataset, batch_size, 3, last=last, **options)]
 
 
 def evaluation_list(dataset: Dataset, batch_size: int, **options) -> list[Batch]:
-    with evaluation_batches(dataset, batch_size, **options) as batches:
-        return [jax.device_get(batch) for batch in batches]
+    return [jax.device_get(batch) for batch in evaluation_batches(dataset, batch_size, **options)]
 
 
 def assert_equal(one: list[Batch], two: list[Batch]) -> None:
@@ -81,7 +82,7 @@ def test_training_batches_are_a_function_of_seed_and_step():
     order = np.random.default_rng((3, 1)).permutation(1437)
     second = np.concatenate([batch.labels for batch in whole[steps:]])
     np.testing.assert_array_equal(second, data.load(order[: 64 * steps], None).labels)
-    with train_batches(data, 64, 4) as batches:  # another seed, and endless
+    with closing(train_batches(data, 64, 4)) as batches:  # another seed, and endless
         assert not np.array_equal(next(batches).labels, whole[0].labels)
         assert len(list(itertools.islice(batches, 2 * steps))) == 2 * steps
 
@@ -100,7 +101,7 @@ def test_photos_come_in_the_same_batches_from_any_workers(photos):
     alone = train_list(train)
     assert alone[0].images.shape == (4, 16, 16, 3)
     assert alone[0].images.dtype == np.uint8
-    assert_equal(alone, train_list(train, workers=5))
+    assert_equal(alone, train_list(train, loading=Loading(5)))
     # Three batches are an epoch: each image occurs once, with other crops in each epoch.
     assert sorted(np.concatenate([batch.labels for batch in alone[:3]])) == [0] * 6 + [1] * 6
     assert not np.array_equal(
@@ -110,7 +111,7 @@ def test_photos_come_in_the_same_batches_from_any_workers(photos):
 
 
 def test_leaving_early_stops_the_workers(photos):
-    with train_batches(opened(photos)[0], 4, 0, workers=2) as batches:
+    with closing(train_batches(opened(photos)[0], 4, 0, loading=Loading(2))) as batches:
         next(batches)
     with pytest.raises(StopIteration):
         next(batches)
@@ -130,7 +131,9 @@ def distance(pixels: np.ndarray, reference: np.ndarray) -> float:
 
 def test_crops_match_those_of_pillow(photos):
     train, test = opened(photos)
-    paths = [photos / split / path for split, data in (("train", train), ("val", test)) for path in data.images.paths]
+    paths = [
+        photos / split / path for split, data in (("train", train), ("val", test)) for path, _ in data.records.entries
+    ]
     batches = train.load(np.arange(12), Augmentation(3, 1)), test.load(np.arange(6), None)
     flips = 0
     for path, index, pixels in zip(
@@ -148,16 +151,16 @@ def test_crops_match_those_of_pillow(photos):
 
 
 def test_crop_and_filter_of_tests_can_be_chosen(photos):
-    (test,) = open_image_folder(photos, 16, True, 0.0, splits=["val"], view=View(False, 1.0, "lanczos"))
-    with Image.open(photos / "val" / test.images.paths[0]) as file:
+    (test,) = open_image_folder(photos, View(16, False, 1.0, "lanczos"), 0.0, ["val"])
+    with Image.open(photos / "val" / test.records.entries[0][0]) as file:
         box = {"size": (16, 16), "box": (10, 0, 110, 100)}
         filters = (Image.Resampling.LANCZOS, Image.Resampling.BICUBIC, Image.Resampling.BILINEAR)
         wanted = [np.asarray(file.convert("RGB").resize(resample=kind, **box), int) for kind in filters]
     pixels = test.load(np.arange(1), None).images[0]
     assert distance(pixels, wanted[0]) < min(2.0, *(distance(pixels, other) for other in wanted[1:]))
-    train, _ = open_image_folder(photos, 16, True, 0.0, view=View(whole=True))
+    train, _ = open_image_folder(photos, View(16, whole=True), 0.0)
     pixels = train.load(np.arange(1), Augmentation(0, 0)).images[0]
-    whole_image = plain(photos / "train" / train.images.paths[0], (0, 0, 120, 100), 16)
+    whole_image = plain(photos / "train" / train.records.entries[0][0], (0, 0, 120, 100), 16)
     assert min(distance(pixels, whole_image), distance(pixels[:, ::-1], whole_image)) < 1.5
 
 
@@ -168,11 +171,11 @@ def test_large_jpegs_are_decoded_at_reduced_size(tmp_path):
     with Image.open(path) as file:
         decoding._decode_smaller(file, file.size, crop, 1)
         assert file.size == (226, 150)
-    assert distance(decoding.read_crop(str(path), lambda full: crop), plain(path, crop.box, 64)) < 1.5
+    assert distance(decoding.read_crop(read_file(path), lambda full: crop), plain(path, crop.box, 64)) < 1.5
 
 
 def whole(path: Path) -> np.ndarray:
-    return decoding.read_crop(str(path), lambda full: Crop((0, 0, *full), full))
+    return decoding.read_crop(read_file(path), lambda full: Crop((0, 0, *full), full))
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "YCbCr"])
@@ -207,7 +210,7 @@ def test_exif_orientation_is_applied(orientation, tmp_path):
     seen.save(path, exif=exif, quality=95, subsampling=0)
     assert distance(whole(path), np.asarray(upright, int)) < 4
     box = (5, 3, 69, 51)
-    part = decoding.read_crop(str(path), lambda full: Crop(box, (8, 6)))
+    part = decoding.read_crop(read_file(path), lambda full: Crop(box, (8, 6)))
     assert distance(part, np.asarray(upright.resize((8, 6), Image.Resampling.BILINEAR, box=box), int)) < 4
 
 
@@ -264,7 +267,7 @@ def test_too_many_unreadable_files_end_the_run(workers, own_photos):
     with pytest.raises(
         UsageError, match=r"4 of 18 files can't be used, the last one '.*'.*at most 3 .*--max-unreadable 0.2"
     ):
-        train_list(opened(own_photos, 0.2)[0], workers=workers)
+        train_list(opened(own_photos, 0.2)[0], loading=Loading(workers))
     for path in (own_photos / "val").rglob("*.*g"):
         path.write_bytes(b"")
     with pytest.raises(UsageError, match="1 of 6 files can't be used"):
@@ -279,7 +282,7 @@ def test_trees_may_have_subfolders_and_links(own_photos):
     china.symlink_to(far)
     train, _ = opened(own_photos)
     assert len(train) == 12
-    assert "china/more/still/0.jpg" in train.images.paths
+    assert "china/more/still/0.jpg" in dict(train.records.entries)
     assert train.load(np.arange(12), None).mask.all()
 
 
@@ -329,6 +332,6 @@ def test_an_unknown_orientation_turns_nothing(orientation, tmp_path):
     cat().save(plain)
     cat().save(turned, exif=exif)
     boxes = []
-    choose = lambda full: boxes.append(full) or View().of_test(full, (16, 16))
-    np.testing.assert_array_equal(read_crop(str(plain), choose), read_crop(str(turned), choose))
+    choose = lambda full: boxes.append(full) or View(16).crop()(full)
+    np.testing.assert_array_equal(read_crop(read_file(plain), choose), read_crop(read_file(turned), choose))
     assert boxes == [(451, 300)] * 2

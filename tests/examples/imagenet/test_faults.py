@@ -177,11 +177,13 @@ def test_images_of_all_formats_count_and_other_files_are_reported(own_photos, ca
     with Image.open(next(folder.iterdir())) as image:
         for ending in ("webp", "bmp", "jpe"):
             image.convert("RGB").save(folder / f"more.{ending}", format={"jpe": "JPEG"}.get(ending))
-    before = len(list_tree(own_photos)[1][0].paths)
+    before = len(list_tree(own_photos)[1][0])
     (folder / "notes.txt").write_text("no image")
-    assert len(list_tree(own_photos)[1][0].paths) == before
+    assert len(list_tree(own_photos)[1][0]) == before
     assert " .txt" in capsys.readouterr().err
-    assert {"more.webp", "more.bmp", "more.jpe"} <= {path.rsplit("/")[-1] for path in list_tree(own_photos)[1][0].paths}
+    assert {"more.webp", "more.bmp", "more.jpe"} <= {
+        path.rsplit("/")[-1] for path, _ in list_tree(own_photos)[1][0].entries
+    }
 
 
 def test_class_without_test_images_is_refused(own_photos):

@@ -16,7 +16,7 @@ def trained(devices, data, **flags):
     task = task_of(data, devices, policy="float32", **flags)
     state, losses = task.initial_state(), []
     for batch in task.batches(0, 0):
-        state, outputs = task.training.train_step(state, task.put(batch))
+        state, outputs = task.training.train_step(state, batch)
         losses.append(float(outputs["totals"]["loss"]))
     assert all(len(x.sharding.device_set) == devices for x in jax.tree.leaves(state))
     return losses, task.test(task.training.weights(state)), state
