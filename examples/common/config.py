@@ -55,13 +55,14 @@ class RunConfig(abc.ABC):
     script: ClassVar[str]  # the name of its package
     unit: ClassVar[str]  # what an item of a batch is, in the plural
     alternatives: ClassVar[tuple[str, ...]] = ()  # flags of which one, if given, drops the others of a run
-    foreign: ClassVar[dict[str, flags.ForeignFlag]] = {}  # flags of other scripts
+    foreign: ClassVar[dict[str, tuple[str, str]]] = {}  # switches of other scripts: a note, and a policy to turn on
     without: ClassVar[tuple[str, ...]] = ()  # flags of this class that the script does not have
     of_tests: ClassVar[tuple[str, ...]] = ("patience", "keep_best")  # without effect if no epoch is tested
 
     # The names of the flags in a command line.
     given: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
 
+    mode: Mode = ACTION("train_and_evaluate", "train, test, use or measure (see the README)", stored="fixed")
     audit: bool = ACTION(False, "print the precision of each part of a training step")
     profile: bool = ACTION(False, "print where the time of a training step goes")
     numerics: bool = ACTION(False, "print the values of a training step that half precision would lose")
@@ -133,8 +134,6 @@ class RunConfig(abc.ABC):
         self._check_together()
 
     # Defined by each script.
-
-    mode: ClassVar[str]
 
     @property
     @abc.abstractmethod

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import math
 import sys
 import types
@@ -22,7 +23,6 @@ from examples.common.cli import UsageError
 
 C = TypeVar("C", bound=Any)
 
-_YES_OR_NO = ("true", "false", "1", "0")
 # Usual names of flags in other scripts, too short for a guess.
 _ELSEWHERE = {"--lr": "--learning-rate", "--arch": "--model", "--wd": "--weight-decay", "--data": "--data-dir"}
 
@@ -67,16 +67,20 @@ class Group:
         return dataclasses.field(default=default, metadata={"group": own, "help": help, "aliases": aliases})
 
 
-class ForeignFlag(NamedTuple):
-    """A switch of another training script: a note about it, and the policy that it turns on."""
+class _ForeignFlag(argparse.Action):
+    """A switch of another training script, which prints its help and turns a policy on or off, if any."""
 
-    note: str
-    policy: str = ""
+    def __init__(self, policy: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._policy = policy
+
+    def __call__(self, parser: Any, space: argparse.Namespace, value: Any, name: str | None = None) -> None:
+        print(f"--{self.dest}: {self.help}", flush=True)
+        if self._policy:
+            space.policy = "float32" if value in ("0", "false") else self._policy
 
 
-def parse(
-    config: type[C], program: str, arguments: Sequence[str], foreign: Mapping[str, ForeignFlag] | None = None
-) -> C:
+def parse(config: type[C], program: str, arguments: Sequence[str]) -> C:
     """Parses a command line into a config. Its field `given` holds the names of the given flags.
 
     The flags of the run that the command line names (`config.of_run`) are the defaults of those that are not given.
@@ -84,8 +88,7 @@ def parse(
     Raises:
         UsageError: A flag is unknown, has an invalid value, or is not used by the chosen action.
     """
-    words = map(_dashed, translate(arguments, foreign or {}))
-    space, rest = _parser(config, program).parse_known_args([*words])
+    space, rest = _parser(config, program).parse_known_args([*map(_dashed, arguments)])
     if rest:
         known = [name for field in _flags(config) for name in _names(field)]
         name = rest[0].split("=")[0]
@@ -148,24 +151,6 @@ def from_json(config: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value if value is None else _read(hints[name], value) for name, value in kept.items()}
 
 
-def translate(arguments: Sequence[str], foreign: Mapping[str, ForeignFlag]) -> list[str]:
-    """Replaces flags of other training scripts and prints the notes about them."""
-    words, left = list[str](), list(arguments)
-    while left:
-        word = left.pop(0)
-        name, equals, value = word.partition("=")
-        known = foreign.get("--" + name[2:].replace("-", "_")) if name.startswith("--") else None
-        if known is None:
-            words.append(word)
-            continue
-        print(f"{name}: {known.note}", flush=True)
-        if left and not equals and left[0].lower() in _YES_OR_NO:
-            value = left.pop(0)
-        if known.policy:
-            words += ["--policy", "float32" if value.lower() in ("0", "false") else known.policy]
-    return words
-
-
 def _flags(config: Any) -> list[dataclasses.Field[Any]]:
     without = getattr(config, "without", ())
     return [field for field in dataclasses.fields(config) if "group" in field.metadata and field.name not in without]
@@ -193,6 +178,10 @@ def _parser(config: type[Any], program: str) -> _Parser:
         group.add_argument(
             *_names(field), dest=field.name, help=text, **_argument_options(hints[field.name], field.default)
         )
+    switch: dict[str, Any] = {"nargs": "?", "const": "1", "type": str.lower, "choices": ("true", "false", "1", "0")}
+    for name, (note, policy) in config.foreign.items():
+        action: Any = functools.partial(_ForeignFlag, policy)
+        parser.add_argument("--" + name.replace("_", "-"), action=action, help=note, **switch)
     return parser
 
 

@@ -314,7 +314,7 @@ def main(kind: type[Task], arguments: Sequence[str] | None = None) -> int:
     program = f"python -m examples.{config_type.script}"
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        config = parse(config_type, program, arguments, config_type.foreign)
+        config = parse(config_type, program, arguments)
         processes.join(config, program)
         summary = run(config, kind)
         processes.leave(failed=False)

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import simplejson
 
 from examples.common.checkpoints import newest_position
 from examples.common.cli import UsageError, one_line, process_id, say
@@ -217,15 +218,7 @@ def check_identity(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 def to_json(value: Any, indent: int | None = None) -> str:
     """Standard JSON: null where Python would write NaN or Infinity."""
-
-    def finite(x: Any) -> Any:
-        if isinstance(x, Mapping):
-            return {name: finite(item) for name, item in x.items()}
-        if isinstance(x, list | tuple):
-            return [finite(item) for item in x]
-        return None if isinstance(x, float) and not math.isfinite(x) else x
-
-    return json.dumps(finite(value), indent=indent, allow_nan=False)
+    return simplejson.dumps(value, indent=indent, ignore_nan=True, namedtuple_as_object=False)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

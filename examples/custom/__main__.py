@@ -47,8 +47,7 @@ class Config(RunConfig):
 
     script = "custom"
     unit = "tumours"
-    mode = "train_and_evaluate"
-    without = ("weights", "best", "warmup_steps", "num_iter", "workers")  # of other modes, and of loading files
+    without = ("mode", "weights", "best", "warmup_steps", "num_iter", "workers")  # of other modes, and of loading files
 
     @property
     def recipe_defaults(self) -> Recipe:

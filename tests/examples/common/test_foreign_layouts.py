@@ -183,4 +183,4 @@ def test_flags_of_other_scripts(capsys):
         with pytest.raises(UsageError, match=f"{given}: unknown flag; did you mean {meant}"):
             parse(Config, "imagenet", [given, "1"])
     for words, policy in (("--use_tf_amp True", "mixed_float16"), ("--use_tf_amp False --use_xla 1", "float32")):
-        assert parse(Config, "imagenet", words.split(), Config.foreign).policy == policy
+        assert parse(Config, "imagenet", words.split()).policy == policy

@@ -38,7 +38,7 @@ def test_training_benchmark_writes_its_results(tmp_path, capsys):
     assert out.splitlines()[-1].startswith("policy mixed_float16, ")
     assert "--use_tf_amp: means --policy mixed_float16" in out
     assert "--use_xla: ignored: JAX always compiles with XLA" in out
-    off = parse(Config, "imagenet", [*flags, "--use_tf_amp=0"], Config.foreign)
+    off = parse(Config, "imagenet", [*flags, "--use_tf_amp=0"])
     assert (off.policy, off.mode) == ("float32", "training_benchmark")
 
 
