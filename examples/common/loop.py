@@ -228,12 +228,12 @@ class _Run:
         if before is None:
             return
         step, found = before[0], jax.device_get(before[1])
-        line = {"step": step, **{f"train_{name}": value for name, value in means(found["totals"]).items()}}
-        line |= {name: found[name].item() for name in ("loss_scale", "skipped_steps")}
-        self._write_scalars(line, "step/")
-        parts = [f"{name} {value:.4g}" for name, value in means(found["totals"]).items()]
-        parts += [f"scale {found['loss_scale']:g}", f"skipped {found['skipped_steps']}"]
-        self.bar.set_postfix_str(", ".join(parts), refresh=False)
+        metrics = means(found["totals"])
+        scaling = {name: found[name].item() for name in ("loss_scale", "skipped_steps")}
+        self._write_scalars({"step": step, **{f"train_{name}": x for name, x in metrics.items()}, **scaling}, "step/")
+        parts = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        shown = f"{parts}, scale {scaling['loss_scale']:g}, skipped {scaling['skipped_steps']}"
+        self.bar.set_postfix_str(shown, refresh=False)
         if found["consecutive_skips"] > _MAX_SKIPS:
             self._check_progress()
 

@@ -27,6 +27,7 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes["loss scale"].set_yscale("log", base=2)
     for ax in axes.values():
         ax.set_xlabel("epoch")
+        ax.locator_params(axis="x", integer=True)
         if ax.lines:
             ax.legend()
     _save(axes, path)
@@ -39,22 +40,20 @@ def draw_confusion(pairs: Sequence[tuple[str, str | None]], classes: Sequence[st
     """Draws how many images of each class (a row) a model takes for each class (a column)."""
     if not (axes := _axes(path, ("",))):
         return
-    place = {name: number for number, name in enumerate(classes)}
-    counts = np.zeros((len(classes), len(classes)), int)
-    for truth, name in pairs:
-        if name is not None:
-            counts[place[truth], place[name]] += 1
-    ax = axes[""]
+    from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix
+
+    counts = confusion_matrix(*zip(*(pair for pair in pairs if pair[1] is not None), strict=True), labels=classes)
     # Shares of each class, so that a rare one is seen. A cell of small matrices also has its count.
-    shown = ax.imshow(counts / np.maximum(counts.sum(axis=1, keepdims=True), 1), cmap="Blues", vmin=0, vmax=1)
-    ax.figure.colorbar(shown, ax=ax, label="share of the images of the class")
-    ax.set(xlabel="predicted class", ylabel="class")
-    if len(classes) <= _NAMED:
-        ax.set_xticks(range(len(classes)), classes, rotation=90)
-        ax.set_yticks(range(len(classes)), classes)
-        for row, column in zip(*np.nonzero(counts), strict=True):
-            dark = counts[row, column] > counts[row].sum() / 2
-            ax.text(column, row, counts[row, column], ha="center", va="center", color="white" if dark else "black")
+    shares, few = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1), len(classes) <= _NAMED
+    shown = ConfusionMatrixDisplay(shares, display_labels=classes)
+    shown.plot(ax=axes[""], cmap="Blues", include_values=few, xticks_rotation=90, im_kw={"vmin": 0, "vmax": 1})
+    for count, text in zip(counts.ravel(), [] if shown.text_ is None else shown.text_.ravel(), strict=few):
+        text.set_text(count or "")
+    if not few:
+        ticks = range(0, len(classes), len(classes) // 10)
+        axes[""].set(xticks=ticks, yticks=ticks, xticklabels=ticks, yticklabels=ticks)
+    shown.im_.colorbar.set_label("share of the images of the class")
+    axes[""].set(xlabel="predicted class", ylabel="class")
     _save(axes, path)
 
 

@@ -24,7 +24,7 @@ from examples.common.flags import names_stored
 from examples.common.loading import Loading
 from examples.common.processes import gather
 from examples.common.run_folder import RunFolder, check_identity
-from examples.common.training import DataParallel, Model, Sums, Training, TrainState, Variables
+from examples.common.training import DataParallel, Model, Training, TrainState, Variables
 from examples.common.weights import check_alike, file_variables
 
 
@@ -213,8 +213,7 @@ class Task(abc.ABC):
 
     def next_epoch(self, state: TrainState) -> TrainState:
         """The initial state of an epoch, with sums of zero."""
-        totals: Sums = self.parallel.replicate(self.training.zero())
-        return state._replace(totals=totals)
+        return state._replace(totals=self.parallel.replicate(training.zeros(state.totals)))
 
     def position(self) -> dict[str, Any]:
         """Further entries of a checkpoint's position, as JSON: all that a run knows about itself."""

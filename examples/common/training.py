@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -67,7 +67,6 @@ class Training(NamedTuple):
     train_step: jax.stages.Wrapped  # (TrainState, batch) -> (TrainState, outputs); donates the state
     learning_rate: optax.Schedule
     hyper: Recipe
-    zero: Callable[[], Sums]
     model: Model
 
     def weights(self, state: TrainState) -> Variables:
@@ -92,10 +91,6 @@ def create_training(
     schedule = learning_rate_schedule(hyper)
     tx = create_optimizer(hyper, schedule, policy, loss_scale)
 
-    def zero() -> Sums:
-        # Separate arrays: a shared zero would be one buffer, which can't be donated twice.
-        return {name: jnp.zeros(()) for name in model.sums}
-
     def init(seed: Any) -> TrainState:
         variables = model.init(jax.random.key(seed))
         # Always float32: its updates are too small for half precision.
@@ -107,7 +102,7 @@ def create_training(
                 warnings.simplefilter("ignore", mpjax.LossScaleWarning)
             opt_state = tx.init(params)
         step = jnp.zeros((), jnp.int32)
-        return TrainState(step, jnp.uint32(seed), params, variables.stats, opt_state, zero(), ema)
+        return TrainState(step, jnp.uint32(seed), params, variables.stats, opt_state, zeros(model.sums), ema)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         key = jax.random.fold_in(jax.random.key(state.seed), state.step)
@@ -141,9 +136,13 @@ def create_training(
         jax.jit(train_step, donate_argnums=0, out_shardings=(places, None) if parallel.fsdp else None),
         schedule,
         hyper,
-        zero,
         model,
     )
+
+
+def zeros(names: Iterable[str]) -> Sums:
+    """Sums of zero: separate arrays, since a shared one would be one buffer, which can't be donated twice."""
+    return {name: jnp.zeros(()) for name in names}
 
 
 class Compiled(NamedTuple):
@@ -186,14 +185,6 @@ def checked_sums(mask: jax.Array, finite: jax.Array, **values: jax.Array) -> Sum
     return {**sums, "nonfinite": jnp.sum(jnp.where(finite, 0, counted)), "count": jnp.sum(counted)}
 
 
-def evaluation_means(sums: Mapping[str, Any]) -> dict[str, float]:
-    """Divides the sums of `checked_sums` on the host: the loss by the finite entries, all others by all entries."""
-    found = {name: float(x) for name, x in jax.device_get(dict(sums)).items()}
-    count, nonfinite, loss = found.pop("count"), found.pop("nonfinite"), found.pop("loss")
-    rates = {name: value / count if count else float("nan") for name, value in found.items()}
-    return {"loss": loss / (count - nonfinite) if count > nonfinite else float("nan"), **rates, "nonfinite": nonfinite}
-
-
 def check_outputs(nonfinite: float, count: int, unit: str, last: bool = True) -> None:
     """Reports test entries with non-finite outputs.
 
@@ -212,16 +203,18 @@ def check_outputs(nonfinite: float, count: int, unit: str, last: bool = True) ->
 
 def tested_means(sums: Sums, unit: str, last: bool) -> dict[str, float]:
     """The means of a test, of which entries with non-finite outputs are reported."""
-    found = evaluation_means(sums)
+    found = means(sums)
     check_outputs(found["nonfinite"], int(sums["count"]), unit, last)
     return found
 
 
 def means(sums: Mapping[str, Any]) -> dict[str, float]:
-    """Divides sums by their count, on the host; NaN if the count is zero."""
+    """Divides sums by their count on the host, the loss by the finite entries alone; NaN if there are none."""
     found = {name: float(x) for name, x in jax.device_get(dict(sums)).items()}
-    count = found.pop("count")
-    return {name: value / count if count else float("nan") for name, value in found.items()}
+    count, nonfinite = found.pop("count"), found.pop("nonfinite", None)
+    counts = {name: count - (nonfinite or 0) if name == "loss" else count for name in found}
+    divided = {name: value / counts[name] if counts[name] else float("nan") for name, value in found.items()}
+    return divided if nonfinite is None else {**divided, "nonfinite": nonfinite}
 
 
 # Converts a training state to another precision, so that a run can continue in it.

@@ -16,8 +16,8 @@ import numpy as np
 import optax
 
 import mpjax
-from examples.common import modes
-from examples.common.training import Loss, Model, Sums, Variables, checked_sums, compile_step, masked_sums, tested_means
+from examples.common import modes, training
+from examples.common.training import Loss, Model, Sums, Variables
 from examples.imagenet.data import Batch, empty_batch, evaluation_batches, train_batches
 from examples.imagenet.decoding import erase, mix_up
 from examples.imagenet.models import check_outputs_of, network
@@ -74,7 +74,7 @@ class ImageTask(ImageData):
             targets = optax.smooth_labels(_one_hot(batch, logits), self.config.preset.label_smoothing)
             # Float32 even if the policy's output is half precision: the log-sum-exp needs the mantissa.
             losses = optax.softmax_cross_entropy(logits.astype(jnp.float32), blend(targets))
-            sums = masked_sums(jnp.asarray(batch.mask), loss=losses, **correct(logits, batch.labels))
+            sums = training.masked_sums(jnp.asarray(batch.mask), loss=losses, **correct(logits, batch.labels))
             return Loss(jnp.mean(losses), sums, stats)
 
         return Model(init, loss, sums=self.sums)
@@ -106,16 +106,16 @@ class ImageTask(ImageData):
             logits, _ = use(variables, self.prepare(batch.images))
             finite = jnp.all(jnp.isfinite(logits), axis=-1)
             losses = optax.softmax_cross_entropy(logits.astype(jnp.float32), _one_hot(batch, logits))
-            found = checked_sums(jnp.asarray(batch.mask), finite, loss=losses, **correct(logits, batch.labels))
+            found = training.checked_sums(jnp.asarray(batch.mask), finite, loss=losses, **correct(logits, batch.labels))
             return jax.tree.map(jnp.add, sums, found)
 
         state = jax.eval_shape(self.training.weights, self.abstract_state())
         batch = self.parallel.like_batch(empty_batch(self.test_batch_size, self.about.image_shape))
-        sums = self.parallel.like_state(self._zero())
-        return compile_step(jax.jit(test_step, donate_argnums=1), self.parallel.like_state(state), sums, batch).call
+        step = jax.jit(test_step, donate_argnums=1)
+        return training.compile_step(step, self.parallel.like_state(state), self._zero(), batch).call
 
-    def _zero(self) -> dict[str, Any]:
-        return {name: np.zeros((), np.float32) for name in (*self.sums, "nonfinite")}
+    def _zero(self) -> Sums:
+        return self.parallel.replicate(training.zeros((*self.sums, "nonfinite")))
 
     def compile(self) -> None:
         super().compile()
@@ -125,11 +125,11 @@ class ImageTask(ImageData):
     def test(
         self, weights: Variables, between_steps: Callable[[], None] = lambda: None, *, last: bool = True
     ) -> dict[str, Any]:
-        step, sums = self._compiled_test, self.parallel.replicate(self._zero())
+        step, sums = self._compiled_test, self._zero()
         for batch in evaluation_batches(self.test_set, self.test_batch_size, self.loading):
             between_steps()
             sums = step(weights, sums, batch)
-        return {f"test_{name}": value for name, value in tested_means(sums, self.unit, last).items()}
+        return {f"test_{name}": value for name, value in training.tested_means(sums, self.unit, last).items()}
 
 
 def _one_hot(batch: Batch, logits: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from examples.common.loop import Interruption
 from examples.common.run_folder import RunFolder
-from examples.common.training import checked_sums, evaluation_means, masked_sums, means
+from examples.common.training import checked_sums, masked_sums, means
 from examples.imagenet.__main__ import main
 from testing.measures import half_share
 from tests.examples.imagenet.runs import (
@@ -53,7 +53,7 @@ def test_masked_and_overflowed_entries_do_not_change_totals_of_training():
 def test_entries_without_finite_outputs_are_wrong():
     finite = jnp.array([True, True, False, False])
     sums = checked_sums(jnp.array([1, 1, 1, 0]), finite, loss=jnp.array([1, 3, np.nan, 9]), accuracy=jnp.ones(4))
-    assert evaluation_means(sums) == {"loss": 2.0, "accuracy": pytest.approx(2 / 3), "nonfinite": 1.0}
+    assert means(sums) == {"loss": 2.0, "accuracy": pytest.approx(2 / 3), "nonfinite": 1.0}
 
 
 def test_run_writes_all_outputs_and_is_never_overwritten(tmp_path, capsys):
