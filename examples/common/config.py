@@ -16,7 +16,6 @@ import mpjax
 from examples.common import flags
 from examples.common.cli import UsageError
 from examples.common.flags import Group
-from examples.common.optimizers import Recipe
 from examples.common.run_folder import RunFolder, read_settings
 
 # The actions of a config (`RunConfig.action`). An inspection takes the flags of the training that it inspects.
@@ -88,17 +87,15 @@ class RunConfig(abc.ABC):
     )
     best: bool = FILES(False, "use the best checkpoint of the run instead of the newest (see --keep-best)", uses=USE)
 
-    epochs: flags.Count | None = TRAINING(None, "passes over the training data", stored="free")
-    batch_size: flags.Count | None = RECIPE(None, "examples per step, over all devices together", uses=(*BUILD, *USE))
-    learning_rate: flags.Positive | None = RECIPE(None, "peak learning rate of the schedule")
-    schedule: Literal["cosine", "constant"] | None = RECIPE(None, "schedule after the warm-up (default: cosine)")
-    warmup_epochs: flags.NotNegative | None = RECIPE(
-        None, "epochs over which the learning rate rises from zero to its peak"
-    )
-    optimizer: Literal["sgd", "adam", "adamw"] | None = RECIPE(None, "the update rule")
-    momentum: flags.Share | None = RECIPE(None, "momentum of sgd")
-    nesterov: bool | None = RECIPE(None, "Nesterov momentum for sgd")
-    weight_decay: flags.NotNegative | None = RECIPE(None, "weight decay of kernels (not of biases and normalisation)")
+    epochs: flags.Count = TRAINING(None, "passes over the training data", stored="free")
+    batch_size: flags.Count = RECIPE(None, "examples per step, over all devices together", uses=(*BUILD, *USE))
+    learning_rate: flags.Positive = RECIPE(None, "peak learning rate of the schedule")
+    schedule: Literal["cosine", "constant"] = RECIPE(None, "schedule after the warm-up (default: cosine)")
+    warmup_epochs: flags.NotNegative = RECIPE(None, "epochs over which the learning rate rises from zero to its peak")
+    optimizer: Literal["sgd", "adam", "adamw"] = RECIPE(None, "the update rule")
+    momentum: flags.Share = RECIPE(None, "momentum of sgd")
+    nesterov: bool = RECIPE(None, "Nesterov momentum for sgd")
+    weight_decay: flags.NotNegative = RECIPE(None, "weight decay of kernels (not of biases and normalisation)")
     clip_norm: flags.Positive | None = RECIPE(None, "clip the global norm of the gradients to this value")
     ema: flags.Share = RECIPE(0.0, "decay of a moving average of the weights to test and export, such as 0.9999")
     freeze: str | None = RECIPE(None, "regular expression of parameters that stay as they are, such as stem")
@@ -126,6 +123,9 @@ class RunConfig(abc.ABC):
 
     def __post_init__(self) -> None:
         flags.check_ranges(self)
+        for name, value in {"momentum": 0.9, "nesterov": False, "schedule": "cosine", **self.recipe_defaults}.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         try:
             re.compile(self.freeze or "")
         except re.error as error:
@@ -137,8 +137,8 @@ class RunConfig(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def recipe_defaults(self) -> Recipe:
-        """Defaults of the flags that have the names of `Recipe`'s fields."""
+    def recipe_defaults(self) -> dict[str, Any]:
+        """The values of the flags of the training that are not given, by name."""
 
     # Derived from the flags.
 
@@ -161,34 +161,13 @@ class RunConfig(abc.ABC):
         return self.mode in BENCHMARKS
 
     @property
-    def preset(self) -> Recipe:
-        """The default recipe with the given flags applied."""
-        recipe = self.recipe_defaults
-        given = {name: getattr(self, name) for name in recipe._fields if getattr(self, name, None) is not None}
-        if "learning_rate" in given:
-            given["per_256"] = False
-        return recipe._replace(**given)
-
-    def hyperparameters(self, steps_per_epoch: int) -> Recipe:
-        """The recipe for epochs of `steps_per_epoch` steps."""
-        preset = self.preset
-        per_256 = preset.batch_size * self.accumulate / 256 if preset.per_256 else 1
-        return preset._replace(
-            learning_rate=preset.learning_rate * per_256,
-            warmup_updates=round(preset.warmup_epochs * steps_per_epoch / self.accumulate),
-            updates=max(1, preset.epochs * steps_per_epoch // self.accumulate),
-        )
-
-    @property
     def threads(self) -> int:
         """Number of threads that load data."""
         return self.workers or os.cpu_count() or 1
 
     def settings(self) -> dict[str, Any]:
-        """The flags that are stored with a run, as JSON, with the values that the recipe gives."""
-        recipe = self.preset._replace(learning_rate=self.hyperparameters(1).learning_rate)._asdict()
-        used = {name: value for name, value in recipe.items() if hasattr(self, name)}
-        return {"script": self.script, **flags.stored_flags(self), **used}
+        """The flags that are stored with a run, as JSON."""
+        return {"script": self.script, **flags.stored_flags(self)}
 
     @classmethod
     def of_run(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,7 +199,7 @@ class RunConfig(abc.ABC):
             values = {name: x for name, x in own.items() if name not in replaced}
             # The default rate follows the batch size, so it is no flag of the new command.
             plain = {name: x for name, x in own.items() if name not in ("mode", "model", "learning_rate")}
-            if "learning_rate" in values and values["learning_rate"] == cls(**plain).settings()["learning_rate"]:
+            if "learning_rate" in values and values["learning_rate"] == cls(**plain).learning_rate:
                 del values["learning_rate"]
         except (TypeError, AttributeError) as error:
             raise UsageError(f"{str(source)!r}: the flags of the run are damaged: {error}") from error
@@ -256,8 +235,8 @@ class RunConfig(abc.ABC):
     def _check_together(self) -> None:
         if self.action in INSPECT and (sum(getattr(self, name) for name in INSPECT) > 1 or self.mode in USE):
             raise UsageError("--audit, --profile and --numerics inspect a training: give one of them, without --mode.")
-        if "warmup_epochs" in self.given and self.preset.warmup_epochs > self.preset.epochs / 2:
-            raise UsageError(f"--warmup-epochs {self.warmup_epochs}: above half of --epochs {self.preset.epochs}.")
+        if "warmup_epochs" in self.given and self.warmup_epochs > self.epochs / 2:
+            raise UsageError(f"--warmup-epochs {self.warmup_epochs}: above half of --epochs {self.epochs}.")
         if self.output is None and self.resume and self.action == "train":
             raise UsageError("--resume needs the folder of the run to continue: add --output DIR.")
         if self.resume and self.config is not None:
@@ -271,5 +250,5 @@ class RunConfig(abc.ABC):
                 flag = flags.as_text(name, getattr(self, name))
                 raise UsageError(f"{flag} needs tests after each epoch: leave out --mode train.")
         for name in ("momentum", "nesterov"):
-            if name in self.given and self.preset.optimizer != "sgd":
-                raise UsageError(f"--{name} is for sgd; --optimizer {self.preset.optimizer} has none.")
+            if name in self.given and self.optimizer != "sgd":
+                raise UsageError(f"--{name} is for sgd; --optimizer {self.optimizer} has none.")

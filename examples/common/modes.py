@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import shlex
 import sys
@@ -58,7 +57,7 @@ def run(config: RunConfig, kind: type[Task]) -> dict[str, Any]:
         if isinstance(error, UsageError) or not is_out_of_memory(error):
             raise
         raise UsageError(
-            f"out of memory at --batch-size {config.preset.batch_size}, --policy {config.policy}: use a smaller one. "
+            f"out of memory at --batch-size {config.batch_size}, --policy {config.policy}: use a smaller one. "
             "--accumulate keeps the effective batch size; --resume continues from the last checkpoint."
         ) from error
 
@@ -233,7 +232,8 @@ def open_model(config: RunConfig, kind: type[Task]) -> tuple[Task, Variables]:
         of_script(settings, config.script, "--weights", config.weights)
     given = {name for name in config.given if getattr(config, name) is not None}
     without = ("mode", *PRECISION_FLAGS, *names_stored(config, "running"))
-    trained = dataclasses.replace(config, **config.like(settings, config.weights or folder.path, given, without))
+    values = config.like(settings, config.weights or folder.path, given, without)
+    trained = type(config)(**{name: getattr(config, name) for name in config.given}, **values, given=config.given)
     task = together(lambda: kind(trained, DataParallel(trained.devices), kind.open(trained, description)))
     if config.weights is None:
         return task, task.run_variables(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,61 +12,33 @@ import optax
 
 import mpjax
 from examples.common.cli import UsageError, listing
+from examples.common.config import RunConfig
 
 
-class Recipe(NamedTuple):
-    """Recipe: the defaults of a script, each of which a flag of the same name overrides."""
-
-    epochs: int
-    batch_size: int
-    learning_rate: float  # the peak; per 256 entries of a batch if `per_256`
-    warmup_epochs: float
-    optimizer: str
-    weight_decay: float
-    momentum: float = 0.9
-    nesterov: bool = False
-    clip_norm: float | None = None
-    label_smoothing: float = 0.0
-    schedule: str = "cosine"
-    per_256: bool = False
-    freeze: str | None = None
-    ema: float = 0.0
-    accumulate: int = 1
-    warmup_updates: int = 0  # these two follow from the epochs
-    updates: int = 1
+def learning_rate_schedule(flags: RunConfig, steps: int) -> optax.Schedule:
+    """Linear warm-up, followed by a cosine decay to zero or by a constant rate, for epochs of `steps` steps."""
+    updates = max(1, flags.epochs * steps // flags.accumulate)
+    warmup = min(round(flags.warmup_epochs * steps / flags.accumulate), updates // 2)
+    if flags.schedule == "constant":
+        return optax.warmup_constant_schedule(0.0 if warmup else flags.learning_rate, flags.learning_rate, warmup)
+    return optax.warmup_cosine_decay_schedule(0.0, flags.learning_rate, warmup, updates)
 
 
-def learning_rate_schedule(hyper: Recipe) -> optax.Schedule:
-    """Linear warm-up, followed by a cosine decay to zero or by a constant rate."""
-    warmup = min(hyper.warmup_updates, hyper.updates // 2)
-    if hyper.schedule == "constant":
-        return optax.warmup_constant_schedule(0.0 if warmup else hyper.learning_rate, hyper.learning_rate, warmup)
-    return optax.warmup_cosine_decay_schedule(0.0, hyper.learning_rate, warmup, hyper.updates)
-
-
-def create_optimizer(
-    hyper: Recipe, schedule: optax.Schedule, policy: mpjax.Policy, loss_scale: str | None
-) -> optax.GradientTransformationExtraArgs:
-    """Builds an optimizer for a precision policy.
-
-    Args:
-        hyper: The hyperparameters.
-        schedule: Learning rate as a function of the number of updates.
-        policy: The precision.
-        loss_scale: "dynamic", a number, or None for the default of the policy.
-    """
+def create_optimizer(flags: RunConfig, schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
+    """Builds the optimizer of the flags, in their precision; `schedule` is a function of the number of updates."""
+    policy, loss_scale = mpjax.get_policy(flags.policy), flags.loss_scale
     optimizer: Any = optax.chain(
         # The gradients are unscaled at any loss scale. See mpjax.value_and_grad.
-        optax.clip_by_global_norm(hyper.clip_norm) if hyper.clip_norm else optax.identity(),
-        _rule(hyper, schedule),
+        optax.clip_by_global_norm(flags.clip_norm) if flags.clip_norm else optax.identity(),
+        _rule(flags, schedule),
     )
-    if hyper.freeze:
+    if flags.freeze:
         # First of all, so that clipping ignores them; and last, so that they do not decay.
-        frozen = optax.masked(optax.set_to_zero(), functools.partial(_matching, hyper.freeze))
+        frozen = optax.masked(optax.set_to_zero(), functools.partial(_matching, flags.freeze))
         optimizer = optax.chain(frozen, optimizer, frozen)
-    if hyper.accumulate > 1:
+    if flags.accumulate > 1:
         # Inside the loss scale, so that a skipped step adds nothing to the sum.
-        optimizer = optax.MultiSteps(optimizer, hyper.accumulate)
+        optimizer = optax.MultiSteps(optimizer, flags.accumulate)
     if policy.param_dtype != policy.output_dtype:
         # Half parameters of a model with float32 outputs (O2) need a float32 copy to accumulate small updates.
         # A policy in half throughout (O3) has none.
@@ -80,11 +52,11 @@ def create_optimizer(
     return mpjax.static_loss_scale(optimizer, float(loss_scale))
 
 
-def _rule(hyper: Recipe, schedule: optax.Schedule) -> optax.GradientTransformation:
-    decay = hyper.weight_decay
-    if hyper.optimizer == "adamw":
+def _rule(flags: RunConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    decay = flags.weight_decay
+    if flags.optimizer == "adamw":
         return optax.adamw(schedule, weight_decay=decay, mask=_kernels)
-    rule = optax.adam(schedule) if hyper.optimizer == "adam" else optax.sgd(schedule, hyper.momentum, hyper.nesterov)
+    rule = optax.adam(schedule) if flags.optimizer == "adam" else optax.sgd(schedule, flags.momentum, flags.nesterov)
     return optax.chain(optax.add_decayed_weights(decay, mask=_kernels), rule)
 
 
@@ -115,15 +87,15 @@ def _matching(pattern: str, params: Any) -> Any:
     return mask
 
 
-def update_ema(ema: Any, weights: Any, step: jax.Array, hyper: Recipe, opt_state: Any) -> Any:
+def update_ema(ema: Any, weights: Any, step: jax.Array, flags: RunConfig, opt_state: Any) -> Any:
     """Updates the exponential moving average of the weights, in float32, if the last step has changed them.
 
     The decay starts low, at `(1 + step) / (10 + step)`, to forget the random initial weights soon.
     """
     count, changed = step.astype(jnp.float32), jnp.asarray(opt_state.last_finite)
-    if hyper.accumulate > 1:
+    if flags.accumulate > 1:
         changed &= optax.tree.get(opt_state, "mini_step") == 0
-    keep = jnp.minimum(hyper.ema, (1 + count) / (10 + count))
+    keep = jnp.minimum(flags.ema, (1 + count) / (10 + count))
 
     def updated(e: jax.Array, w: jax.Array) -> jax.Array:
         new = keep * e + (1 - keep) * w.astype(jnp.float32) if jnp.issubdtype(w.dtype, jnp.floating) else w

@@ -64,7 +64,7 @@ class Task(abc.ABC):
 
     def __init__(self, config: Any, parallel: DataParallel, data: Any) -> None:
         self.config, self.parallel, self.data = config, parallel, data
-        self.policy, self.epochs, self.batch_size = config.policy, config.preset.epochs, config.preset.batch_size
+        self.policy, self.epochs, self.batch_size = config.policy, config.epochs, config.batch_size
         self._executables: dict[Any, Callable[..., Any]] = {}
         if config.action in BUILD:  # A test pads its batches.
             parallel.check(self.batch_size)
@@ -154,7 +154,7 @@ class Task(abc.ABC):
         """Entries of summary.json. `last` is the line of the last epoch."""
         known = {n: x for n, x in last.items() if n.startswith(("train_", "test_", "dev_")) or n in self.table}
         facts = {"amp": self.config.amp, "seed": self.config.seed, "batch_size": self.batch_size}
-        return known | facts | {"learning_rate": self.training.hyper.learning_rate, **self.facts()}
+        return known | facts | {"learning_rate": self.config.learning_rate, **self.facts()}
 
     def endless_batches(self) -> Iterator[Any]:
         """Training batches, epoch after epoch."""
@@ -164,9 +164,7 @@ class Task(abc.ABC):
     @functools.cached_property
     def training(self) -> Training:
         """The set-up for the flags, built at first use."""
-        config = self.config
-        policy, hyper = mpjax.get_policy(config.policy), config.hyperparameters(self.steps)
-        return training.create_training(self.model(), hyper, policy, config.loss_scale, self.parallel)
+        return training.create_training(self.model(), self.config, self.steps, self.parallel)
 
     @property
     def loading(self) -> Loading:

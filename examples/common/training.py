@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mpjax
 from examples.common.cli import UsageError, say
-from examples.common.optimizers import Recipe, create_optimizer, learning_rate_schedule, update_ema
+from examples.common.config import RunConfig
+from examples.common.optimizers import create_optimizer, learning_rate_schedule, update_ema
 from examples.common.processes import several
 from perf.memory import program_bytes
 
@@ -66,7 +67,6 @@ class Training(NamedTuple):
     init: jax.stages.Wrapped  # (seed) -> TrainState
     train_step: jax.stages.Wrapped  # (TrainState, batch) -> (TrainState, outputs); donates the state
     learning_rate: optax.Schedule
-    hyper: Recipe
     model: Model
 
     def weights(self, state: TrainState) -> Variables:
@@ -76,25 +76,22 @@ class Training(NamedTuple):
         return Variables(self.policy.cast_to_param(state.ema["params"]), state.ema["stats"])
 
 
-def create_training(
-    model: Model, hyper: Recipe, policy: mpjax.Policy, loss_scale: str | None, parallel: DataParallel
-) -> Training:
+def create_training(model: Model, flags: RunConfig, steps: int, parallel: DataParallel) -> Training:
     """Builds the optimizer and the training step for a model.
 
     Args:
-        model: Already in its precision.
-        hyper: The recipe with all flags applied.
-        policy: The precision.
-        loss_scale: "dynamic", a number, or None for the default of the policy.
+        model: In the precision of the flags.
+        flags: The recipe and the precision.
+        steps: Number of steps of an epoch.
         parallel: Placement of the state.
     """
-    schedule = learning_rate_schedule(hyper)
-    tx = create_optimizer(hyper, schedule, policy, loss_scale)
+    policy, schedule = mpjax.get_policy(flags.policy), learning_rate_schedule(flags, steps)
+    tx = create_optimizer(flags, schedule)
 
     def init(seed: Any) -> TrainState:
         variables = model.init(jax.random.key(seed))
         # Always float32: its updates are too small for half precision.
-        ema = mpjax.get_policy("float32").cast_to_param(variables._asdict()) if hyper.ema else {}
+        ema = mpjax.get_policy("float32").cast_to_param(variables._asdict()) if flags.ema else {}
         params = policy.cast_to_param(variables.params)
         with warnings.catch_warnings():
             if policy.param_dtype == policy.output_dtype:
@@ -116,8 +113,8 @@ def create_training(
         params, opt_state = mpjax.apply_gradients(tx, grads, state.opt_state, state.params, value=loss)
         stats = mpjax.keep_if_finite(opt_state, found.stats, state.stats)
         ema = state.ema
-        if hyper.ema:
-            ema = update_ema(ema, {"params": params, "stats": stats}, state.step, hyper, opt_state)
+        if flags.ema:
+            ema = update_ema(ema, {"params": params, "stats": stats}, state.step, flags, opt_state)
         totals = jax.tree.map(jnp.add, state.totals, found.sums)
         outputs = {
             "totals": totals,
@@ -135,7 +132,6 @@ def create_training(
         # A step must return the state with its input shardings, or the next step would not accept it.
         jax.jit(train_step, donate_argnums=0, out_shardings=(places, None) if parallel.fsdp else None),
         schedule,
-        hyper,
         model,
     )
 

@@ -19,7 +19,6 @@ import optax
 import mpjax
 from examples.common import modes
 from examples.common.config import RunConfig
-from examples.common.optimizers import Recipe
 from examples.common.task import Task
 from examples.common.training import DataParallel, Loss, Model, Sums, Variables, checked_sums, masked_sums, tested_means
 
@@ -50,8 +49,9 @@ class Config(RunConfig):
     without = ("mode", "weights", "best", "warmup_steps", "num_iter", "workers")  # of other modes, and of loading files
 
     @property
-    def recipe_defaults(self) -> Recipe:
-        return Recipe(20, 32, learning_rate=3e-3, warmup_epochs=1, optimizer="adamw", weight_decay=1e-2)
+    def recipe_defaults(self) -> dict[str, Any]:
+        size = {"epochs": 20, "batch_size": 32, "learning_rate": 3e-3, "warmup_epochs": 1.0}
+        return {**size, "optimizer": "adamw", "weight_decay": 1e-2}
 
 
 class CustomTask(Task):

@@ -9,16 +9,15 @@ from typing import Annotated, Any, Literal
 from examples.common.cli import UsageError
 from examples.common.config import BENCHMARK, DATA, FILES, MODEL, TRAIN, TRAINING, USE, RunConfig
 from examples.common.flags import Group, NotNegative, Part, Range, Share
-from examples.common.optimizers import Recipe
 from examples.imagenet.data import EMBEDDED
 from examples.imagenet.decoding import MIDDLE, View
 from examples.imagenet.models import KINDS, check_model
 
-RECIPES: dict[str, Recipe] = {
-    "digits": Recipe(40, 64, 0.1, 2.0, "sgd", 5e-4, nesterov=True, label_smoothing=0.1),
-    # ResNet-50 v1.5 of NVIDIA's DeepLearningExamples: https://github.com/NVIDIA/DeepLearningExamples. Linear
-    # learning rate scaling: Goyal et al., 2017 (https://arxiv.org/abs/1706.02677).
-    "imagenet": Recipe(90, 256, 0.256, 5.0, "sgd", 1 / 32768, 0.875, label_smoothing=0.1, per_256=True),
+_DIGITS = {"epochs": 40, "batch_size": 64, "learning_rate": 0.1, "warmup_epochs": 2.0, "weight_decay": 5e-4}
+RECIPES: dict[str, dict[str, Any]] = {
+    "digits": {**_DIGITS, "nesterov": True},
+    # ResNet-50 v1.5 of NVIDIA's DeepLearningExamples: https://github.com/NVIDIA/DeepLearningExamples.
+    "imagenet": {"epochs": 90, "batch_size": 256, "warmup_epochs": 5.0, "weight_decay": 1 / 32768, "momentum": 0.875},
 }
 
 # NVIDIA's flags for ResNet-50 in TensorFlow. Underscores and dashes are interchangeable.
@@ -58,7 +57,7 @@ class Config(RunConfig):
 
     model: str | None = MODEL(None, f"{', '.join(KINDS)}, or MODULE:CLASS (default: resnet8, resnet50 for --data-dir)")
     recipe: Literal["digits", "imagenet"] | None = TRAINING(None, "defaults of the training flags")
-    label_smoothing: Share | None = TRAINING(None, "share of each label to spread over all classes")
+    label_smoothing: Share = TRAINING(None, "share of each label to spread over all classes")
     mixup: NotNegative = TRAINING(0.0, "blend pairs of images with weights from Beta(MIXUP, MIXUP), such as 0.2")
 
     random_erasing: Part = TRAINING(0.0, "probability of erasing a rectangle of an image, such as 0.25")
@@ -124,8 +123,11 @@ class Config(RunConfig):
         return self.image_size or made_for
 
     @property
-    def recipe_defaults(self) -> Recipe:
-        return RECIPES[self.recipe or ("digits" if self.on_embedded else "imagenet")]
+    def recipe_defaults(self) -> dict[str, Any]:
+        recipe = RECIPES[self.recipe or ("digits" if self.on_embedded else "imagenet")]
+        # Linear scaling by the entries of an update: Goyal et al., 2017 (https://arxiv.org/abs/1706.02677).
+        rate = 0.256 * (self.batch_size or recipe["batch_size"]) * self.accumulate / 256
+        return {"learning_rate": rate, "optimizer": "sgd", "label_smoothing": 0.1, **recipe}
 
     def settings(self) -> dict[str, Any]:
         own = {"model": self.model_name, "image_size": None if self.on_embedded else self.side}

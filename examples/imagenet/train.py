@@ -71,7 +71,7 @@ class ImageTask(ImageData):
             blend = mix_up(key, self.config.mixup, len(batch.labels))
             images = erase(jax.random.fold_in(key, 2), self.prepare(batch.images), self.config.random_erasing)
             logits, stats = train(variables, blend(images), jax.random.fold_in(key, 1))
-            targets = optax.smooth_labels(_one_hot(batch, logits), self.config.preset.label_smoothing)
+            targets = optax.smooth_labels(_one_hot(batch, logits), self.config.label_smoothing)
             # Float32 even if the policy's output is half precision: the log-sum-exp needs the mantissa.
             losses = optax.softmax_cross_entropy(logits.astype(jnp.float32), blend(targets))
             sums = training.masked_sums(jnp.asarray(batch.mask), loss=losses, **correct(logits, batch.labels))

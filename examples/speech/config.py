@@ -9,11 +9,8 @@ from typing import Any, Literal
 from examples.common import config as run
 from examples.common.cli import UsageError
 from examples.common.flags import Count, Group, Natural, Positive, Share, TwoOrMore
-from examples.common.optimizers import Recipe
 from examples.speech.corpus import DEFAULT_CACHE
 from examples.speech.features import NO_PERTURBATION, Perturbation, frames_of
-
-_RECIPE = Recipe(20, 16, 3e-3, 1.0, "adamw", 1e-2, clip_norm=10.0)
 
 _TESTED = (*run.TRAIN, "evaluate")  # actions that read the speech of the flags
 _BATCHED = (*run.BUILD, "evaluate")
@@ -55,7 +52,7 @@ class Config(run.RunConfig):
     buckets: Count = run.TRAINING(2, "number of lengths to pad utterances to", uses=_TESTED)
 
     # Audio files are transcribed one by one, on one device.
-    batch_size: Count | None = run.RECIPE(None, "utterances per step, over all devices together", uses=_BATCHED)
+    batch_size: Count = run.RECIPE(None, "utterances per step, over all devices together", uses=_BATCHED)
     devices: int | None = run.DEVICES(None, "number of devices that share a batch (default: all)", uses=_BATCHED)
     workers: Count | None = run.DEVICES(None, "number of threads that load data (default: one per core)", uses=_TESTED)
 
@@ -91,8 +88,9 @@ class Config(run.RunConfig):
         return "--infer" if self.infer else super().action_flag
 
     @property
-    def recipe_defaults(self) -> Recipe:
-        return _RECIPE
+    def recipe_defaults(self) -> dict[str, Any]:
+        size = {"epochs": 20, "batch_size": 16, "learning_rate": 3e-3, "warmup_epochs": 1.0}
+        return {**size, "optimizer": "adamw", "weight_decay": 1e-2, "clip_norm": 10.0}
 
     @property
     def perturbation(self) -> Perturbation:

@@ -92,10 +92,11 @@ def test_the_printed_command_continues_a_run_that_took_the_flags_of_another(run,
 def test_the_default_learning_rate_of_a_run_still_follows_the_batch_size(tmp_path):
     settings = Config(recipe="imagenet", batch_size=512).settings()
     assert settings["learning_rate"] == 0.512
-    like = Config(**Config.like(settings, tmp_path, ()))
-    assert like.hyperparameters(10) == Config(recipe="imagenet", batch_size=512).hyperparameters(10)
+    like = Config.like(settings, tmp_path, ())
+    assert (Config(**like).learning_rate, Config(**like).momentum) == (0.512, 0.875)
+    assert Config(**{**like, "batch_size": 1024}).learning_rate == 1.024
     given = Config(recipe="imagenet", batch_size=512, learning_rate=0.256).settings()
-    assert Config(**Config.like(given, tmp_path, ())).hyperparameters(10).learning_rate == 0.256
+    assert Config(**Config.like(given, tmp_path, ())).learning_rate == 0.256
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"script"'])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -16,12 +17,12 @@ from examples.common.optimizers import create_optimizer, learning_rate_schedule,
 from examples.imagenet.config import Config
 from examples.imagenet.decoding import erase, mix_up
 
-FLOAT32, O2 = mpjax.get_policy("float32"), mpjax.get_policy("O2")
+FLOAT32, O2 = "float32", "O2"
 PARAMS = {"kernel": jnp.full((2, 2), 0.5), "bias": jnp.full(2, 0.5)}
 
 
 def hyperparameters(**flags):
-    return Config(recipe="imagenet", epochs=2, warmup_epochs=0, **flags).hyperparameters(10)
+    return Config(recipe="imagenet", epochs=2, warmup_epochs=0, **flags)
 
 
 def moves_average(state):
@@ -32,8 +33,9 @@ def moves_average(state):
 
 def apply(hyper, policy, grads, loss_scale=None, params=PARAMS):
     """The params after one step per tree of gradients, and the optimizer state."""
-    tx = create_optimizer(hyper, optax.constant_schedule(1.0), policy, loss_scale)
-    params = policy.cast_to_param(params)
+    flags = dataclasses.replace(hyper, policy=policy, loss_scale=loss_scale)
+    tx = create_optimizer(flags, optax.constant_schedule(1.0))
+    params = mpjax.get_policy(policy).cast_to_param(params)
     state = tx.init(params)
     for g in grads:
         params, state = mpjax.apply_gradients(tx, g, state, params)
@@ -46,24 +48,22 @@ def full(value):
 
 def test_published_recipe():
     config = Config(mode="training_benchmark", batch_size=512, accumulate=2)
-    hyper = config.hyperparameters(steps_per_epoch=100)
-    assert hyper.learning_rate == 0.256 * 4
-    assert (hyper.momentum, hyper.nesterov, config.preset.label_smoothing) == (0.875, False, 0.1)
-    assert hyper.weight_decay == 1 / 32768
-    assert (hyper.warmup_updates, hyper.updates) == (5 * 50, 90 * 50)
-    schedule = learning_rate_schedule(hyper)
+    assert config.learning_rate == 0.256 * 4
+    assert (config.momentum, config.nesterov, config.label_smoothing) == (0.875, False, 0.1)
+    assert config.weight_decay == 1 / 32768
+    schedule = learning_rate_schedule(config, 100)
     assert schedule(125) == pytest.approx(0.512)
     assert schedule(250) == pytest.approx(1.024)
     assert schedule(4500) == pytest.approx(0.0, abs=1e-6)
     # A given rate is the peak itself.
-    assert Config(learning_rate=0.5, batch_size=512).hyperparameters(100).learning_rate == 0.5
+    assert Config(learning_rate=0.5, batch_size=512).learning_rate == 0.5
 
 
 def test_digits_use_their_recipe_by_default():
-    assert Config().preset.epochs == 40
-    assert Config().preset.learning_rate == 0.1
-    assert Config(recipe="imagenet").preset.momentum == 0.875
-    assert Config(momentum=0.5).preset.momentum == 0.5
+    assert Config().epochs == 40
+    assert Config().learning_rate == 0.1
+    assert Config(recipe="imagenet").momentum == 0.875
+    assert Config(momentum=0.5).momentum == 0.5
 
 
 def test_only_kernels_decay():
@@ -84,7 +84,7 @@ def test_accumulated_steps_equal_one_step_with_their_mean(policy):
     overflow = full(jnp.inf)
     # With a skipped step in between.
     params, state = apply(hyper, policy, [full(0.1), overflow, full(0.3)], "128")
-    expected, _ = apply(hyper._replace(accumulate=1), policy, [full(0.2)])
+    expected, _ = apply(dataclasses.replace(hyper, accumulate=1), policy, [full(0.2)])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, expected)
     assert int(state.skipped_steps) == 1
     assert moves_average(state)
@@ -94,9 +94,9 @@ def test_accumulated_steps_equal_one_step_with_their_mean(policy):
 
 @pytest.mark.parametrize(("flag", "expected"), [(None, 2.0**15), ("dynamic", 2.0**15), ("256", 256.0)])
 def test_loss_scale_follows_the_flag(flag, expected):
-    _, state = apply(hyperparameters(), mpjax.get_policy("mixed_float16"), [], flag)
+    _, state = apply(hyperparameters(), "mixed_float16", [], flag)
     assert float(state.loss_scale) == expected
-    tx = create_optimizer(hyperparameters(), optax.constant_schedule(1.0), FLOAT32, flag)
+    tx = create_optimizer(hyperparameters(policy=FLOAT32, loss_scale=flag), optax.constant_schedule(1.0))
     _, after = tx.update(full(jnp.inf), state, PARAMS)
     assert float(after.loss_scale) == (256.0 if flag == "256" else 1.0 if flag is None else 2.0**14)
 
