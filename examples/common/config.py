@@ -205,10 +205,6 @@ class RunConfig(abc.ABC):
             raise UsageError(f"{str(source)!r}: the flags of the run are damaged: {error}") from error
         return values
 
-    def with_precision(self, precision: dict[str, Any]) -> Any:
-        """Returns a copy with another precision."""
-        return dataclasses.replace(self, **precision)
-
     @property
     def precision(self) -> dict[str, Any]:
         """The flags of the precision."""

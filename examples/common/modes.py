@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import shlex
 import sys
@@ -282,8 +283,8 @@ def export(task: Task, variables: Variables, folder: Path, dtype: str) -> dict[s
 
 
 def _tested(task: Task, dtype: str, variables: Variables) -> dict[str, Any]:
-    policy = f"params={dtype},compute={dtype},output=float32"
-    other = task.with_config(task.config.with_precision({"policy": policy, "amp": "module", "loss_scale": None}))
+    precision = {"policy": f"params={dtype},compute={dtype},output=float32", "amp": "module", "loss_scale": None}
+    other = task.with_config(dataclasses.replace(task.config, **precision))
     return other.test(cast_to_policy(other, variables), lambda: None)
 
 

@@ -225,7 +225,7 @@ class Task(abc.ABC):
         """Restores the newest state in the precision that it was trained in."""
 
         def like(position: dict[str, Any]) -> Any:
-            config = self.config.with_precision(position["precision"])
+            config = dataclasses.replace(self.config, **position["precision"])
             return (self if config == self.config else self.with_config(config)).abstract_state()
 
         return checkpoints.restore(like, resume=resume)

@@ -219,13 +219,10 @@ def means(sums: Mapping[str, Any]) -> dict[str, float]:
 def float32_params(state: TrainState) -> Any:
     """The parameters in float32: the master weights where the state has them."""
     inner = state.opt_state.inner_state
-    master = inner.master if isinstance(inner, mpjax.MasterWeightsState) else None
-    if master is None:
+    if not isinstance(inner, mpjax.MasterWeightsState):
         return jax.tree.map(lambda p: p.astype(jnp.float32), state.params)
     # A leaf without a master is already float32. Its place holds a node without leaves.
-    leaves = jax.tree.leaves(master, is_leaf=_is_masked)
-    params, treedef = jax.tree.flatten(state.params)
-    return jax.tree.unflatten(treedef, [p if _is_masked(m) else m for p, m in zip(params, leaves, strict=True)])
+    return jax.tree.map(lambda m, p: p if _is_masked(m) else m, inner.master, state.params, is_leaf=_is_masked)
 
 
 def inner_state(state: TrainState) -> Any:
@@ -270,20 +267,14 @@ def with_params(new: TrainState, params: Any, policy: mpjax.Policy, inner: Any =
     """
     target = new.opt_state.inner_state
     if isinstance(target, mpjax.MasterWeightsState):
-        leaves = zip(jax.tree.leaves(params), jax.tree.leaves(new.params), strict=True)
         # A copy, because the step donates its state and a buffer can't be donated twice.
-        masters = jax.tree.unflatten(
-            jax.tree.structure(target.master), [jnp.array(p) for p, like in leaves if is_half(like)]
-        )
+        copy = lambda m, p: m if _is_masked(m) else jnp.array(p)  # noqa: E731
+        masters = jax.tree.map(copy, target.master, params, is_leaf=_is_masked)
         optimizer_state = target.inner_state if inner is None else _like(target.inner_state, inner)
         inner = target._replace(master=masters, inner_state=optimizer_state)
     else:
         inner = target if inner is None else _like(target, inner)
     return new._replace(params=policy.cast_to_param(params), opt_state=new.opt_state._replace(inner_state=inner))
-
-
-def is_half(x: Any) -> bool:
-    return x.dtype in (jnp.float16, jnp.bfloat16)
 
 
 def _is_masked(x: Any) -> bool:

@@ -78,16 +78,20 @@ def read_about(path: Path) -> dict[str, Any]:
         raise UsageError(f"--weights {str(path)!r} was not written by --export: {one_line(error, 200)}") from error
 
 
-def file_shapes(path: Path, flag: str) -> Shapes:
-    """Names and shapes of the arrays in a .safetensors or .pth file."""
+def open_arrays(path: Path, flag: str) -> tuple[Shapes, Reader]:
+    """The shapes of the arrays in a .safetensors or .pth file by name, and a function that reads one.
+
+    The prefix of torch's DataParallel is stripped.
+    """
     try:
-        return _open(path)[0]
+        shapes, read = (_open_torch if path.suffix in (".pth", ".pt", ".bin") else _open_safetensors)(path)
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(
-            f"{flag} {str(path)!r} can't be read as .safetensors or .pth: {one_line(error, 200)}"
-        ) from error
+        why = one_line(error, 200)
+        raise UsageError(f"{flag} {str(path)!r} can't be read as .safetensors or .pth: {why}") from error
+    names = {name.removeprefix("module."): name for name in shapes}
+    return {name: shapes[own] for name, own in names.items()}, lambda name: read(names[name])
 
 
 def file_variables(
@@ -111,7 +115,7 @@ def file_variables(
     Raises:
         UsageError: The file can't be read, lacks an array, or has one of another shape.
     """
-    shapes = file_shapes(path, flag)
+    shapes, read = open_arrays(path, flag)
     wanted = named(like._asdict())
     found: dict[str, str] = {}
     for name in wanted:
@@ -121,7 +125,6 @@ def file_variables(
         raise UsageError(
             f"{flag} {str(path)!r} lacks {listing(missing)} of this model; it holds {listing(list(shapes))}."
         )
-    read = _open(path)[1]
     leaves = []
     for name, own in found.items():
         if name in keep:
@@ -138,16 +141,7 @@ def file_variables(
     return jax.device_get(jax.tree.unflatten(jax.tree.structure(like), leaves))
 
 
-def _open(path: Path) -> tuple[Shapes, Reader]:
-    """The shapes by name, and a function that reads one array. The prefix of torch's DataParallel is stripped."""
-    shapes, read = _open_named(path)
-    names = {name.removeprefix("module."): name for name in shapes}
-    return {name: shapes[own] for name, own in names.items()}, lambda name: read(names[name])
-
-
-def _open_named(path: Path) -> tuple[Shapes, Reader]:
-    if path.suffix in (".pth", ".pt", ".bin"):
-        return _open_torch(path)
+def _open_safetensors(path: Path) -> tuple[Shapes, Reader]:
     from safetensors import safe_open
 
     file = safe_open(str(path), "flax")

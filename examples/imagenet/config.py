@@ -11,7 +11,7 @@ from examples.common.config import BENCHMARK, DATA, FILES, MODEL, TRAIN, TRAININ
 from examples.common.flags import Group, NotNegative, Part, Range, Share
 from examples.imagenet.data import EMBEDDED
 from examples.imagenet.decoding import MIDDLE, View
-from examples.imagenet.models import KINDS, check_model
+from examples.imagenet.models import KINDS, kind_of
 
 _DIGITS = {"epochs": 40, "batch_size": 64, "learning_rate": 0.1, "warmup_epochs": 2.0, "weight_decay": 5e-4}
 RECIPES: dict[str, dict[str, Any]] = {
@@ -68,7 +68,7 @@ class Config(RunConfig):
     def _check_together(self) -> None:
         super()._check_together()
         if self.model is not None:
-            check_model(self.model)
+            kind_of(self.model)
         if self.is_benchmark and (self.data_dir or self.dataset):
             raise UsageError(f"--mode {self.mode} measures on synthetic images: leave out --data-dir and --dataset.")
         if self.dataset is not None and self.data_dir is not None:

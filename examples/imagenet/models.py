@@ -18,7 +18,7 @@ from flax import nnx
 import mpjax
 from examples.common.cli import UsageError, one_line, say
 from examples.common.training import Variables
-from examples.common.weights import file_shapes, file_variables, named
+from examples.common.weights import file_variables, named, open_arrays
 from examples.imagenet.networks import BasicBlock, Bottleneck, ConvNet, MnistCNN, ResNet
 
 # Random number streams available to a module in training.
@@ -69,12 +69,8 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def check_model(name: str) -> None:
-    """Raises `UsageError` if `name` is not a model."""
-    _kind(name)
-
-
-def _kind(name: str) -> Kind:
+def kind_of(name: str) -> Kind:
+    """The model of that name; raises `UsageError` if there is none."""
     if name in KINDS:
         return KINDS[name]
     module, colon, attribute = name.partition(":")
@@ -92,7 +88,7 @@ def create_model(name: str, num_classes: int, channels: int = 3) -> Any:
 
 
 def _made(name: str, num_classes: int, channels: int, rngs: nnx.Rngs) -> Any:
-    kind = _kind(name)
+    kind = kind_of(name)
     try:
         if _is_nnx(kind):
             return kind.make(num_classes, channels, rngs=rngs, **kind.arguments)
@@ -104,7 +100,7 @@ def _made(name: str, num_classes: int, channels: int, rngs: nnx.Rngs) -> Any:
 
 def network(name: str, num_classes: int, channels: int, policy: mpjax.Policy | None = None) -> Network:
     """The model of that name as functions, with the policy, if any, set on its modules."""
-    kind = _kind(name)
+    kind = kind_of(name)
     if _is_nnx(kind):
         return _nnx_network(lambda rngs: _made(name, num_classes, channels, rngs), policy)
     return _linen_network(name, create_model(name, num_classes), policy)
@@ -230,7 +226,7 @@ def read_pretrained(path: Path, like: Variables, model: str) -> Variables:
     Raises:
         UsageError: The file belongs to another model.
     """
-    shapes = file_shapes(path, "--init-from")
+    shapes = open_arrays(path, "--init-from")[0]
     if "fc.weight" not in shapes or "layer1.0.conv1.weight" not in shapes:
         return file_variables(path, like, "--init-from")
     if not model.startswith("resnet"):
