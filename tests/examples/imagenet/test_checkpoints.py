@@ -261,17 +261,17 @@ def test_predictions_for_files_equal_those_for_test_images(trained, tmp_path, ca
     assert f"{paths[0]}: {of_files[0]['class']} (" in captured.out
 
 
-def test_the_plain_script_of_the_readme_uses_an_export(trained, tmp_path, monkeypatch, capsys):
+def test_the_plain_script_of_the_documentation_uses_an_export(trained, tmp_path, monkeypatch, capsys):
     flags = ["--devices", "1", "--output", str(trained)]
     assert main([*flags, "--mode", "evaluate", "--export", "float32"]) == 0
     image = tmp_path / "digit.png"
     Image.fromarray(digits_task().test_set.load(np.arange(1), None).images[0, :, :, 0]).save(image)
     assert main([*flags, "--mode", "predict", "--policy", "float32", "--images", str(image)]) == 0
     (known,) = json.loads((trained / "predictions.json").read_text())["predictions"]
-    readme = (Path(train.__file__).parent / "README.md").read_text()
-    (code,) = re.findall(r"## Use an export.*?```python\n(.*?)```", readme, re.DOTALL)
+    page = (Path(train.__file__).parents[2] / "docs" / "training_scripts.md").read_text()
+    (code,) = re.findall(r"## Use an export.*?```python\n(.*?)```", page, re.DOTALL)
     assert len(code.splitlines()) <= 20
     monkeypatch.setattr("sys.argv", ["use.py", str(trained / "weights_float32.safetensors"), str(image)])
     capsys.readouterr()
-    exec(compile(code, "README.md", "exec"), {})
+    exec(compile(code, "training_scripts.md", "exec"), {})
     assert capsys.readouterr().out == f"{image} {known['class']}\n"
