@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import signal
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
+from examples.common import processes as joined
 from examples.common.checkpoints import Checkpoints
 from examples.common.training import DataParallel
 from examples.custom.__main__ import Config, CustomTask, main
@@ -120,15 +122,47 @@ def test_processes_end_with_one_line_when_another_is_killed(victim, tmp_path):
     while not processes.newest(tmp_path / "run") and all(process.poll() is None for process in started):
         time.sleep(0.1)
     started[victim].kill()
-    killed = time.monotonic()
-    code, _, errors = processes.ends(started)[1 - victim]
-    assert time.monotonic() - killed < 60  # instead of JAX's 100 s, or for ever
+    code, _, errors = processes.ends(started)[1 - victim]  # instead of waiting for ever
     assert "Traceback" not in errors
     if victim == 0 and "Terminating process because the JAX distributed service" in errors:
         return  # Without its service, a thread of JAX may be the first to end the process.
     assert code == 2, errors
     (line,) = (line for line in errors.splitlines() if ": error: " in line)
     assert "has ended; --resume continues from the last checkpoint" in line
+
+
+class Silent(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("second", "told"), [("7", "process 1"), ("failed", "process 1"), (None, "process 0, ")])
+def test_a_silent_process_counts_as_dead_within_a_minute(second, told, monkeypatch):
+    """On a clock of the test. Process 2 is done, and its silence means nothing."""
+    clock = [0.0]
+
+    class Store:
+        def key_value_try_get(self, name):
+            if second is None:
+                raise OSError
+            return "1"
+
+        def key_value_set(self, name, value, allow_overwrite):
+            self.own = value
+
+        def key_value_dir_get(self, name):
+            return [(f"{name}0", self.own), (f"{name}1", second), (f"{name}2", "done")]
+
+    def end(program, who):
+        raise Silent(who)
+
+    store = Store()
+    times = SimpleNamespace(sleep=lambda s: clock.append(clock[-1] + s), monotonic=lambda: clock[-1])
+    for name, value in {"time": times, "_store": lambda: store, "process_id": lambda: 0, "_end": end}.items():
+        monkeypatch.setattr(joined, name, value)
+    with pytest.raises(Silent, match=told):
+        joined._watch("program")
+    assert clock[-1] > 30 if second == "7" else clock[-1] < 5
+    assert clock[-1] < 60  # instead of JAX's 100 s
 
 
 @pytest.mark.slow
