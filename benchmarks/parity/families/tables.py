@@ -16,23 +16,10 @@ import optax
 
 from benchmarks.parity.family import MODEL, Batch, Family, Models, accuracy, adam, cross_entropy, draw, stateless
 from benchmarks.parity.sources import digits, package_file, standard_library
+from testing.models.published.ncf import NeuMF
 
 ITEMS, NEGATIVES, CANDIDATES, HIDDEN = 400, 4, 100, 3
 PACKAGES = (".", "asyncio", "concurrent/futures", "ctypes", "email", "http", "importlib", "unittest", "xml/dom")
-
-
-class NeuMF(nn.Module):
-    """A product of embeddings and an MLP of others, joined by the last layer."""
-
-    users: int
-
-    @nn.compact
-    def __call__(self, user: jax.Array, item: jax.Array) -> jax.Array:
-        product = nn.Embed(self.users, 16)(user) * nn.Embed(ITEMS, 16)(item)
-        x = jnp.concatenate([nn.Embed(self.users, 16)(user), nn.Embed(ITEMS, 16)(item)], -1)
-        for width in (32, 16):
-            x = nn.relu(nn.Dense(width)(x))
-        return nn.Dense(1)(jnp.concatenate([product, x], -1))[..., 0]
 
 
 @functools.cache
@@ -94,7 +81,7 @@ def ncf() -> Family:
         name="NCF",
         data="identifiers of Python's standard library by file",
         metric="hit rate at 10, %",
-        modules={MODEL: NeuMF(len(usage()))},
+        modules={MODEL: NeuMF(len(usage()), ITEMS, factors=16, widths=(32, 32, 16))},
         losses={MODEL: ncf_loss},
         example=lambda batch: {MODEL: (batch["user"], batch["item"])},
         batch=ncf_batch,

@@ -14,7 +14,7 @@ from .workload import Batch, Workload, register
 
 
 class NeuMF(nn.Module):
-    """Users and items [batch] to logits [batch]: a factorisation and an MLP, side by side."""
+    """Users and items [...] to logits [...]: a factorisation and an MLP, side by side."""
 
     users: int
     items: int
@@ -24,16 +24,15 @@ class NeuMF(nn.Module):
 
     @nn.compact
     def __call__(self, users: jax.Array, items: jax.Array) -> jax.Array:
-        def embed(count: int, features: int, index: jax.Array, name: str) -> jax.Array:
-            return nn.Embed(count, features, dtype=self.dtype, name=name)(index)
+        def embed(features: int) -> tuple[jax.Array, jax.Array]:
+            tables = [nn.Embed(count, features, dtype=self.dtype) for count in (self.users, self.items)]
+            return tables[0](users), tables[1](items)
 
-        half = self.widths[0] // 2
-        factors = embed(self.users, self.factors, users, "user_factors")
-        factors = factors * embed(self.items, self.factors, items, "item_factors")
-        x = jnp.concatenate([embed(self.users, half, users, "user"), embed(self.items, half, items, "item")], -1)
+        of_user, of_item = embed(self.factors)
+        x = jnp.concatenate(embed(self.widths[0] // 2), -1)
         for width in self.widths[1:]:
             x = nn.relu(nn.Dense(width, dtype=self.dtype)(x))
-        return nn.Dense(1, dtype=self.dtype, name="head")(jnp.concatenate([factors, x], -1))[:, 0]
+        return nn.Dense(1, dtype=self.dtype)(jnp.concatenate([of_user * of_item, x], -1))[..., 0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
