@@ -10,40 +10,20 @@ import jax
 import jax.numpy as jnp
 
 from .transformer import Encoder
-from .workload import Batch, Workload, cross_entropy, register
+from .workload import Batch, TransformerWorkload, cross_entropy, register
 
 
-class BertForPreTraining(nn.Module):
+class BertForPreTraining(Encoder):
     """Tokens, segments [batch, length], lengths [batch], masked positions [batch, masked] to both heads' logits."""
 
-    vocabulary: int
-    features: int
-    layers: int
-    heads: int
-    remat: bool = False
-    loop: bool = False
-    fused: Any = None
-    wide_embeddings: bool = False
-    dtype: Any = None
+    pre_norm: bool = False
+    segments: int = 2
 
     @nn.compact
     def __call__(
         self, tokens: jax.Array, segments: jax.Array, lengths: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        x, embedding = Encoder(
-            self.vocabulary,
-            self.features,
-            self.layers,
-            self.heads,
-            pre_norm=False,
-            segments=2,
-            remat=self.remat,
-            loop=self.loop,
-            fused=self.fused,
-            wide_embeddings=self.wide_embeddings,
-            dtype=self.dtype,
-            name="encoder",
-        )(tokens, segments, lengths)
+        x, embedding = self.encode(tokens, segments, lengths)
         pooled = jnp.tanh(nn.Dense(self.features, dtype=self.dtype, name="pooler")(x[:, 0]))
         masked = jnp.take_along_axis(x, positions[..., None], axis=1)
         masked = nn.gelu(nn.Dense(self.features, dtype=self.dtype, name="mlm")(masked))
@@ -54,18 +34,12 @@ class BertForPreTraining(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bert(Workload):
+class Bert(TransformerWorkload):
     """Predicts `masked` tokens of each sequence; the vocabulary of 30522 is padded to a multiple of 64."""
 
     length: int
     masked: int
-    features: int
-    layers: int
-    heads: int
     vocabulary: int = 30528
-    remat: bool = False
-    loop: bool = False
-    fused: Any = None
     wide_embeddings: bool = False
     model = BertForPreTraining
     arguments = ("tokens", "segments", "lengths", "positions")

@@ -9,41 +9,22 @@ import flax.linen as nn
 import jax
 
 from .transformer import Encoder
-from .workload import TextWorkload, register
+from .workload import TextWorkload, TransformerWorkload, register
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(Encoder):
     """Tokens [batch, length] to logits [batch, length, vocabulary], by the embedding table."""
 
-    vocabulary: int
-    features: int
-    layers: int
-    heads: int
-    remat: bool = False
-    loop: bool = False
-    fused: Any = None
-    dtype: Any = None
+    causal: bool = True
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x, embedding = Encoder(
-            self.vocabulary,
-            self.features,
-            self.layers,
-            self.heads,
-            pre_norm=True,
-            causal=True,
-            remat=self.remat,
-            loop=self.loop,
-            fused=self.fused,
-            dtype=self.dtype,
-            name="encoder",
-        )(tokens)
+        x, embedding = self.encode(tokens)
         return embedding.attend(x)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gpt(TextWorkload):
+class Gpt(TransformerWorkload, TextWorkload):
     """The vocabulary of 50257 is padded to a multiple of 64."""
 
     length: int = 1024
@@ -51,9 +32,6 @@ class Gpt(TextWorkload):
     layers: int = 24
     heads: int = 16
     vocabulary: int = 50304
-    remat: bool = False
-    loop: bool = False
-    fused: Any = None
     model = LanguageModel
     shallow_sizes: ClassVar[dict[str, Any]] = {"layers": 2, "vocabulary": 4096}
 

@@ -93,24 +93,35 @@ class WideEmbed(nn.Embed):
         return jnp.take(self.embedding, inputs, axis=0).astype(self.dtype)
 
 
-class Encoder(nn.Module):
-    """Token and position embeddings, and the blocks; returns the embedding table's module too, for tied heads."""
+class Layers(nn.Module):
+    """Blocks of one width, which a subclass calls; the fields are the same in all models."""
 
-    vocabulary: int
     features: int
     layers: int
     heads: int
-    pre_norm: bool
+    pre_norm: bool = True
     causal: bool = False
-    segments: int = 0
     remat: bool = False
     loop: bool = False
     fused: Any = None
-    wide_embeddings: bool = False
     dtype: Any = None
 
-    @nn.compact
-    def __call__(
+    def run(self, x: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
+        """The blocks, in a compact method, and the last norm."""
+        kind = nn.remat(Block, prevent_cse=not self.loop) if self.remat else Block
+        block = partial(kind, self.heads, self.pre_norm, self.causal, self.fused, self.dtype)
+        x = stack(block, self.layers, self.loop, x, lengths)
+        return nn.LayerNorm(dtype=self.dtype, name="final_norm")(x) if self.pre_norm else x
+
+
+class Encoder(Layers):
+    """Token and position embeddings, and the blocks; returns the embedding table's module too, for tied heads."""
+
+    vocabulary: int = 0
+    segments: int = 0
+    wide_embeddings: bool = False
+
+    def encode(
         self, tokens: jax.Array, segments: jax.Array | None = None, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, nn.Embed]:
         embed = WideEmbed if self.wide_embeddings else nn.Embed
@@ -121,9 +132,4 @@ class Encoder(nn.Module):
             x = x + embed(self.segments, self.features, dtype=self.dtype, name="segments")(segments)
         if not self.pre_norm:
             x = nn.LayerNorm(dtype=self.dtype, name="embedding_norm")(x)
-        kind = nn.remat(Block, prevent_cse=not self.loop) if self.remat else Block
-        block = partial(kind, self.heads, self.pre_norm, self.causal, self.fused, self.dtype)
-        x = stack(block, self.layers, self.loop, x, lengths)
-        if self.pre_norm:
-            x = nn.LayerNorm(dtype=self.dtype, name="final_norm")(x)
-        return x, embedding
+        return self.run(x, lengths), embedding

@@ -105,6 +105,18 @@ class ImageWorkload(Workload):
         }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerWorkload(Workload):
+    """The sizes of the blocks, and how they are run."""
+
+    features: int
+    layers: int
+    heads: int
+    remat: bool = False
+    loop: bool = False
+    fused: Any = None
+
+
 class TextWorkload(Workload):
     """Predicts the next token of each."""
 
