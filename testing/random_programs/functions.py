@@ -170,9 +170,7 @@ def switch(writer: Writer, scope: Scope) -> None:
 def custom_jvp(writer: Writer, scope: Scope) -> None:
     """A function with a derivative rule that halves the derivative, to detect a lost rule."""
     arguments, operands = _arguments(writer, scope)
-    forward, writer.forward = writer.forward, True
-    name, types = writer.function(scope, arguments, closed=writer.choose((True, True, False)))
-    writer.forward = forward
+    name, types = writer.function(scope, arguments, closed=writer.choose((True, True, False)), forward=True)
     form = writer.choose(("halved_jvp({})", "halved_jvp({}, symbolic_zeros=True)", "halved_jvp({}, static=True)"))
     first = "0.5, " if "static" in form else ""
     writer.bind(scope, types, f"{form.format(name)}({first}{', '.join(operands)})")
@@ -181,9 +179,7 @@ def custom_jvp(writer: Writer, scope: Scope) -> None:
 def custom_vjp(writer: Writer, scope: Scope) -> None:
     """The same with a rule for reverse mode."""
     arguments, operands = _arguments(writer, scope)
-    reverse, writer.reverse = writer.reverse, True
-    name, types = writer.function(scope, arguments, closed=writer.choose((True, True, False)))
-    writer.reverse = reverse
+    name, types = writer.function(scope, arguments, closed=writer.choose((True, True, False)), reverse=True)
     form = writer.choose(
         (
             "halved_vjp({})",
@@ -222,18 +218,14 @@ def vmap(writer: Writer, scope: Scope) -> None:
 def grad(writer: Writer, scope: Scope) -> None:
     """A gradient inside the program."""
     arguments, operands = _arguments(writer, scope, 2)
-    reverse, writer.reverse = writer.reverse, True
-    name, _ = writer.function(scope, arguments, (S,), returned="({})[0]")
-    writer.reverse = reverse
+    name, _ = writer.function(scope, arguments, (S,), returned="({})[0]", reverse=True)
     writer.assign(scope, arguments[0][1], f"jax.grad({name})({', '.join(operands)})")
 
 
 def jvp(writer: Writer, scope: Scope) -> None:
     """A directional derivative inside the program."""
     arguments, operands = _arguments(writer, scope, 2)
-    forward, writer.forward = writer.forward, True
-    name, types = writer.function(scope, arguments)
-    writer.forward = forward
+    name, types = writer.function(scope, arguments, forward=True)
     tangents = [f"strong_like({writer.variable(scope, type_)})" for _, type_ in arguments]
     out = f"jax.jvp({name}, ({', '.join(operands)},), ({', '.join(tangents)},))[{writer.choose((1, 0))}]"
     writer.bind(scope, types, out)
@@ -271,10 +263,7 @@ def auto_axes(writer: Writer, scope: Scope) -> None:
 
 def linear_solve(writer: Writer, scope: Scope) -> None:
     """A linear solve whose operator is a function."""
-    forward, writer.forward = writer.forward, True
-    reverse, writer.reverse = writer.reverse, True
-    name, _ = writer.function(scope, [(writer.name("a"), V)], (V,), returned="({})[0]")
-    writer.forward, writer.reverse = forward, reverse
+    name, _ = writer.function(scope, [(writer.name("a"), V)], (V,), returned="({})[0]", forward=True, reverse=True)
     right, argument = writer.variable(scope, V), writer.variable(scope, V)
     scope.add(f"{name} = nearly_identity({name}, {argument})")
     writer.assign(scope, V, f"lax.custom_linear_solve({name}, {right}, solve_once, solve_once)")
@@ -282,10 +271,7 @@ def linear_solve(writer: Writer, scope: Scope) -> None:
 
 def root(writer: Writer, scope: Scope) -> None:
     """A root of a function near the identity, differentiated implicitly."""
-    forward, writer.forward = writer.forward, True
-    reverse, writer.reverse = writer.reverse, True
-    name, _ = writer.function(scope, [(writer.name("a"), V)], (V,), returned="({})[0]")
-    writer.forward, writer.reverse = forward, reverse
+    name, _ = writer.function(scope, [(writer.name("a"), V)], (V,), returned="({})[0]", forward=True, reverse=True)
     writer.assign(scope, V, f"root_near({writer.variable(scope, V)}, {name})")
 
 
@@ -307,10 +293,7 @@ def region(writer: Writer, scope: Scope) -> None:
 def linearize(writer: Writer, scope: Scope) -> None:
     """A linearised function, called at two tangents; or a pullback."""
     arguments, operands = _arguments(writer, scope, 2)
-    forward, writer.forward = writer.forward, True
-    reverse, writer.reverse = writer.reverse, True
-    name, types = writer.function(scope, arguments)
-    writer.forward, writer.reverse = forward, reverse
+    name, types = writer.function(scope, arguments, forward=True, reverse=True)
     tangents = ", ".join(f"strong_like({writer.variable(scope, type_)})" for _, type_ in arguments)
     linear = writer.name("linear")
     scope.add(f"{linear} = jax.linearize({name}, {', '.join(operands)})[1]")

@@ -177,6 +177,8 @@ class Writer:
         signature: str | None = None,
         returned: str = "{}",
         axis: str | None = None,
+        forward: bool = False,
+        reverse: bool = False,
     ) -> tuple[str, list[Type]]:
         """Writes a nested function; returns its name and the types of its results.
 
@@ -189,8 +191,10 @@ class Writer:
             signature: Its parameters, if they differ from the arguments' names.
             returned: Format of the return value around the results `a, b`.
             axis: Name of the mapped axis inside.
+            forward, reverse: Modes in which it is differentiated.
         """
-        name = self.name("f")
+        name, limits = self.name("f"), (self.forward, self.reverse)
+        self.forward, self.reverse = self.forward or forward, self.reverse or reverse
         for decorator in decorators:
             scope.add(decorator)
         scope.add(f"def {name}({', '.join(n for n, _ in arguments) if signature is None else signature}):")
@@ -199,6 +203,7 @@ class Writer:
         for line in unpack:
             inner.add(line)
         outs = self.body(inner, results)
+        self.forward, self.reverse = limits
         inner.add("return " + returned.format(", ".join(n for n, _ in outs) + ("," if len(outs) == 1 else "")))
         return name, [of for _, of in outs]
 

@@ -24,6 +24,10 @@ class Form:
     aux: bool = False
 
 
+def form(*lines: str, needs: str = "", aux: bool = False) -> Form:
+    return Form(lines, needs, aux)
+
+
 # Inside a loss, which is differentiated with the scale as well: all of these are the same derivative.
 INNER_GRADIENTS = (
     "jax.grad({})",
@@ -35,181 +39,146 @@ INNER_GRADIENTS = (
 
 
 LOSSES = {
-    "plain": Form(("total = f(p, x)",)),
-    "sum of two": Form(("total = f(p, x) + 0.5 * f(p, -x)",)),
-    "gradient penalty": Form(("slope = <grad lambda x: f(p, x)>(x)", "total = f(p, x) + 0.1 * jnp.sum(slope**2)")),
-    "penalty by argnums": Form(
-        ("slope = mpjax.grad(f, state, argnums=1)(p, x)", "total = f(p, x) + 0.1 * jnp.sum(slope**2)")
+    "plain": form("total = f(p, x)"),
+    "sum of two": form("total = f(p, x) + 0.5 * f(p, -x)"),
+    "gradient penalty": form("slope = <grad lambda x: f(p, x)>(x)", "total = f(p, x) + 0.1 * jnp.sum(slope**2)"),
+    "penalty by argnums": form(
+        "slope = mpjax.grad(f, state, argnums=1)(p, x)", "total = f(p, x) + 0.1 * jnp.sum(slope**2)"
     ),
-    "MAML": Form(
-        (
-            "slope = <grad f>(p, x)",
-            "fast = jax.tree.map(lambda a, g: a - 0.1 * g, p, slope)",
-            "total = f(fast, 0.5 * x)",
-        ),
+    "MAML": form(
+        "slope = <grad f>(p, x)",
+        "fast = jax.tree.map(lambda a, g: a - 0.1 * g, p, slope)",
+        "total = f(fast, 0.5 * x)",
         needs="arrays",
     ),
-    "unrolled": Form(
-        (
-            "def descend(b, _):",
-            "    slope = <grad lambda b: f({**p, 'b': b}, x)>(b)",
-            "    return b - jnp.tanh(p['s']) * slope, None",
-            "b, _ = lax.scan(descend, p['b'], None, length=2)",
-            "total = f({**p, 'b': b}, x)",
-        ),
+    "unrolled": form(
+        "def descend(b, _):",
+        "    slope = <grad lambda b: f({**p, 'b': b}, x)>(b)",
+        "    return b - jnp.tanh(p['s']) * slope, None",
+        "b, _ = lax.scan(descend, p['b'], None, length=2)",
+        "total = f({**p, 'b': b}, x)",
         needs="tree",
     ),
-    "closure": Form(
-        ("slope = <grad lambda b: f({**p, 'b': b}, x)>(p['b'])", "total = f(p, x) + jnp.sum(jnp.sin(slope))"),
+    "closure": form(
+        "slope = <grad lambda b: f({**p, 'b': b}, x)>(p['b'])",
+        "total = f(p, x) + jnp.sum(jnp.sin(slope))",
         needs="tree",
     ),
-    "adversarial": Form(
-        ("slope = <grad lambda x: f(p, x)>(x)", "total = f(p, x + 0.1 * lax.stop_gradient(jnp.sign(slope)))")
+    "adversarial": form(
+        "slope = <grad lambda x: f(p, x)>(x)", "total = f(p, x + 0.1 * lax.stop_gradient(jnp.sign(slope)))"
     ),
-    "adversarial by argnums": Form(
-        ("slope = mpjax.grad(f, state, argnums=1)(p, x)", "total = f(p, x + 0.1 * jnp.tanh(slope))")
+    "adversarial by argnums": form(
+        "slope = mpjax.grad(f, state, argnums=1)(p, x)", "total = f(p, x + 0.1 * jnp.tanh(slope))"
     ),
-    "clipped": Form(("total = mpjax.true_cotangents(clip, state)(f(p, mpjax.true_cotangents(clip, state)(x)))",)),
-    "clipped params": Form(
-        ("w = mpjax.true_cotangents(clip, state)(p['w'])", "total = f({**p, 'w': w}, x)"), needs="tree"
+    "clipped": form("total = mpjax.true_cotangents(clip, state)(f(p, mpjax.true_cotangents(clip, state)(x)))"),
+    "clipped params": form(
+        "w = mpjax.true_cotangents(clip, state)(p['w'])", "total = f({**p, 'w': w}, x)", needs="tree"
     ),
-    "layer with true cotangents": Form(("total = mpjax.true_cotangents(lambda x: f(p, x), state)(x) + f(p, 0.5 * x)",)),
-    "layer with clipped cotangents": Form(
-        ("total = jnp.sin(mpjax.true_cotangents(lambda x: clip(f(p, clip(x))), state)(x))",)
+    "layer with true cotangents": form("total = mpjax.true_cotangents(lambda x: f(p, x), state)(x) + f(p, 0.5 * x)"),
+    "layer with clipped cotangents": form(
+        "total = jnp.sin(mpjax.true_cotangents(lambda x: clip(f(p, clip(x))), state)(x))"
     ),
-    "several members": Form(("total = jnp.mean(jax.vmap(lambda x: f(p, x))(jnp.stack([x, 0.5 * x])))",)),
-    "remat": Form(("total = jax.checkpoint(f)(p, x)",), needs="arrays"),
-    "curvature": Form(
-        ("turn = jax.jvp(<grad lambda x: f(p, x)>, (x,), (jnp.ones_like(x),))[1]", "total = f(p, x) + jnp.sum(turn)")
+    "several members": form("total = jnp.mean(jax.vmap(lambda x: f(p, x))(jnp.stack([x, 0.5 * x])))"),
+    "remat": form("total = jax.checkpoint(f)(p, x)", needs="arrays"),
+    "curvature": form(
+        "turn = jax.jvp(<grad lambda x: f(p, x)>, (x,), (jnp.ones_like(x),))[1]", "total = f(p, x) + jnp.sum(turn)"
     ),
-    "penalty of each example": Form(
-        (
-            "slopes = jax.vmap(<grad lambda x: f(p, x)>)(jnp.stack([x, -x]))",
-            "total = f(p, x) + 0.1 * jnp.sum(slopes**2)",
-        )
+    "penalty of each example": form(
+        "slopes = jax.vmap(<grad lambda x: f(p, x)>)(jnp.stack([x, -x]))", "total = f(p, x) + 0.1 * jnp.sum(slopes**2)"
     ),
-    "custom_vjp": Form(("total = halved_vjp(f)(p, x) + f(p, -x)",), needs="arrays"),
-    "clipped in a recomputed layer": Form(
-        (
-            "clipped = lambda p, x: mpjax.true_cotangents(clip, state)(f(p, x))",
-            "total = recomputed(clipped)(p, x) + recomputed(jax.jit(clipped))(p, -x)",
-        ),
+    "custom_vjp": form("total = halved_vjp(f)(p, x) + f(p, -x)", needs="arrays"),
+    "clipped in a recomputed layer": form(
+        "clipped = lambda p, x: mpjax.true_cotangents(clip, state)(f(p, x))",
+        "total = recomputed(clipped)(p, x) + recomputed(jax.jit(clipped))(p, -x)",
         needs="arrays",
     ),
-    "in a branch": Form(("total = lax.cond(x[0, 0] > 0, f, lambda p, x: 0.5 * f(p, x), p, x)",), needs="arrays"),
-    "teacher": Form(("total = f(p, x) - f(lax.stop_gradient(p), 0.5 * x)",), needs="arrays"),
-    "fixed point": Form(
-        (
-            "slope = <grad lambda b: f({**p, 'b': b}, x)>",
-            "b = lax.custom_root(lambda b: b + 0.1 * slope(b), p['b'], lambda g, b: b - g(b), solve_twice)",
-            "total = f({**p, 'b': b}, x)",
-        ),
+    "in a branch": form("total = lax.cond(x[0, 0] > 0, f, lambda p, x: 0.5 * f(p, x), p, x)", needs="arrays"),
+    "teacher": form("total = f(p, x) - f(lax.stop_gradient(p), 0.5 * x)", needs="arrays"),
+    "fixed point": form(
+        "slope = <grad lambda b: f({**p, 'b': b}, x)>",
+        "b = lax.custom_root(lambda b: b + 0.1 * slope(b), p['b'], lambda g, b: b - g(b), solve_twice)",
+        "total = f({**p, 'b': b}, x)",
         needs="tree",
     ),
 }
 
 GRADIENTS = {
-    "mpjax.value_and_grad": Form(("loss, grads = mpjax.value_and_grad(loss_fn, state)(p, x)",)),
-    "value_and_grad of scale_loss": Form(("loss, grads = <vag>(mpjax.scale_loss(loss_fn, state))(p, x)",)),
-    "has_aux": Form(("(loss, aux), grads = mpjax.value_and_grad(loss_fn, state, has_aux=True)(p, x)",), aux=True),
-    "scale_loss with has_aux": Form(
-        ("(loss, aux), grads = <vag>(mpjax.scale_loss(loss_fn, state, has_aux=True), has_aux=True)(p, x)",), aux=True
+    "mpjax.value_and_grad": form("loss, grads = mpjax.value_and_grad(loss_fn, state)(p, x)"),
+    "value_and_grad of scale_loss": form("loss, grads = <vag>(mpjax.scale_loss(loss_fn, state))(p, x)"),
+    "has_aux": form("(loss, aux), grads = mpjax.value_and_grad(loss_fn, state, has_aux=True)(p, x)", aux=True),
+    "scale_loss with has_aux": form(
+        "(loss, aux), grads = <vag>(mpjax.scale_loss(loss_fn, state, has_aux=True), has_aux=True)(p, x)", aux=True
     ),
-    "argnums": Form(("loss, (grads, aux) = mpjax.value_and_grad(loss_fn, state, argnums=(0, 1))(p, x)",)),
-    "grad": Form(("grads = mpjax.grad(loss_fn, state)(p, x)", "loss = jnp.float32(0)")),
-    "grad with has_aux": Form(
-        ("grads, aux = mpjax.grad(loss_fn, state, has_aux=True)(p, x)", "loss = jnp.float32(0)"), aux=True
+    "argnums": form("loss, (grads, aux) = mpjax.value_and_grad(loss_fn, state, argnums=(0, 1))(p, x)"),
+    "grad": form("grads = mpjax.grad(loss_fn, state)(p, x)", "loss = jnp.float32(0)"),
+    "grad with has_aux": form(
+        "grads, aux = mpjax.grad(loss_fn, state, has_aux=True)(p, x)", "loss = jnp.float32(0)", aux=True
     ),
-    "keywords": Form(("loss, grads = mpjax.value_and_grad(loss_fn, state)(p, x=x)",)),
-    "jitted": Form(("loss, grads = jax.jit(mpjax.value_and_grad(loss_fn, state))(p, x)",), needs="arrays"),
-    "of a jitted loss": Form(("loss, grads = mpjax.value_and_grad(jax.jit(loss_fn), state)(p, x)",), needs="arrays"),
-    "vjp": Form(
-        (
-            "loss, pull = jax.vjp(mpjax.scale_loss(loss_fn, state), p, x)",
-            "grads, aux = pull(jnp.ones_like(loss))",
-        ),
+    "keywords": form("loss, grads = mpjax.value_and_grad(loss_fn, state)(p, x=x)"),
+    "jitted": form("loss, grads = jax.jit(mpjax.value_and_grad(loss_fn, state))(p, x)", needs="arrays"),
+    "of a jitted loss": form("loss, grads = mpjax.value_and_grad(jax.jit(loss_fn), state)(p, x)", needs="arrays"),
+    "vjp": form(
+        "loss, pull = jax.vjp(mpjax.scale_loss(loss_fn, state), p, x)",
+        "grads, aux = pull(jnp.ones_like(loss))",
         needs="arrays",
     ),
-    "linearize": Form(
-        (
-            "loss, push = jax.linearize(mpjax.scale_loss(loss_fn, state), p, x)",
-            "aux = push(p, x)",
-            "grads = jax.linear_transpose(lambda q: push(q, jnp.zeros_like(x)), p)(jnp.ones_like(loss))[0]",
-        ),
+    "linearize": form(
+        "loss, push = jax.linearize(mpjax.scale_loss(loss_fn, state), p, x)",
+        "aux = push(p, x)",
+        "grads = jax.linear_transpose(lambda q: push(q, jnp.zeros_like(x)), p)(jnp.ones_like(loss))[0]",
         needs="arrays",
     ),
-    "jacrev": Form(
-        (
-            "both = lambda p, x: jnp.stack([loss_fn(p, x), loss_fn(p, 0.5 * x)])",
-            "rows = jax.jacrev(mpjax.scale_loss(both, state))(p, x)",
-            "loss, grads = loss_fn(p, x), jax.tree.map(lambda r: r.sum(0), rows)",
-        ),
+    "jacrev": form(
+        "both = lambda p, x: jnp.stack([loss_fn(p, x), loss_fn(p, 0.5 * x)])",
+        "rows = jax.jacrev(mpjax.scale_loss(both, state))(p, x)",
+        "loss, grads = loss_fn(p, x), jax.tree.map(lambda r: r.sum(0), rows)",
         needs="arrays",
     ),
-    "each example": Form(
-        (
-            "losses, rows = jax.vmap(mpjax.value_and_grad(loss_fn, state), (None, 0))(p, jnp.stack([x, -x]))",
-            "loss, grads = losses.mean(), jax.tree.map(lambda r: r.mean(0), rows)",
-        ),
+    "each example": form(
+        "losses, rows = jax.vmap(mpjax.value_and_grad(loss_fn, state), (None, 0))(p, jnp.stack([x, -x]))",
+        "loss, grads = losses.mean(), jax.tree.map(lambda r: r.mean(0), rows)",
         needs="arrays",
     ),
-    "two losses": Form(
-        (
-            "loss, grads = mpjax.value_and_grad(loss_fn, state)(p, x)",
-            "grads = jax.tree.map(jnp.add, grads, <vag>(mpjax.scale_loss(loss_fn, state))(p, 0.5 * x)[1])",
-        ),
+    "two losses": form(
+        "loss, grads = mpjax.value_and_grad(loss_fn, state)(p, x)",
+        "grads = jax.tree.map(jnp.add, grads, <vag>(mpjax.scale_loss(loss_fn, state))(p, 0.5 * x)[1])",
     ),
-    "part of the params": Form(
-        (
-            "loss, part = mpjax.value_and_grad(lambda q: loss_fn({**p, **q}, x), state)({'w': p['w']})",
-            "grads = {**jax.tree.map(jnp.zeros_like, p), **part}",
-        ),
+    "part of the params": form(
+        "loss, part = mpjax.value_and_grad(lambda q: loss_fn({**p, **q}, x), state)({'w': p['w']})",
+        "grads = {**jax.tree.map(jnp.zeros_like, p), **part}",
         needs="tree",
     ),
-    "part by scale_loss": Form(
-        (
-            "loss, b = <vag>(mpjax.scale_loss(lambda b: loss_fn({**p, 'b': b}, x), state))(p['b'])",
-            "grads = {**jax.tree.map(jnp.zeros_like, p), 'b': b}",
-        ),
+    "part by scale_loss": form(
+        "loss, b = <vag>(mpjax.scale_loss(lambda b: loss_fn({**p, 'b': b}, x), state))(p['b'])",
+        "grads = {**jax.tree.map(jnp.zeros_like, p), 'b': b}",
         needs="tree",
     ),
-    "around the value": Form(
-        (
-            "inside = lambda p: mpjax.value_and_grad(lambda x: loss_fn(p, x), state)(x)[0]",
-            "loss, grads = <vag>(inside)(p)",
-        ),
+    "around the value": form(
+        "inside = lambda p: mpjax.value_and_grad(lambda x: loss_fn(p, x), state)(x)[0]",
+        "loss, grads = <vag>(inside)(p)",
     ),
-    "around a gradient": Form(
-        (
-            "inside = lambda p: jnp.sum(mpjax.grad(loss_fn, state, argnums=1)(p, x) ** 2)",
-            "loss, grads = <vag>(inside)(p)",
-        ),
+    "around a gradient": form(
+        "inside = lambda p: jnp.sum(mpjax.grad(loss_fn, state, argnums=1)(p, x) ** 2)", "loss, grads = <vag>(inside)(p)"
     ),
-    "around a gradient of a closure": Form(
-        (
-            "inside = lambda p: jnp.sum(mpjax.grad(lambda x: loss_fn(p, x), state)(x) ** 2)",
-            "loss, grads = <vag>(inside)(p)",
-        ),
+    "around a gradient of a closure": form(
+        "inside = lambda p: jnp.sum(mpjax.grad(lambda x: loss_fn(p, x), state)(x) ** 2)",
+        "loss, grads = <vag>(inside)(p)",
     ),
-    "closed over by scale_loss": Form(
-        ("loss, grads = <vag>(lambda p: mpjax.scale_loss(lambda x: loss_fn(p, x), state)(x))(p)",)
+    "closed over by scale_loss": form(
+        "loss, grads = <vag>(lambda p: mpjax.scale_loss(lambda x: loss_fn(p, x), state)(x))(p)"
     ),
-    "in a scan": Form(
-        (
-            "def accumulate(total, x):",
-            "    loss, grads = mpjax.value_and_grad(loss_fn, state)(p, x)",
-            "    return jax.tree.map(jnp.add, total, grads), loss",
-            "zeros = jax.tree.map(lambda a: jnp.zeros_like(a, jnp.float32), p)",
-            "grads, losses = lax.scan(accumulate, zeros, jnp.stack([x, -x]))",
-            "loss = losses.mean()",
-        ),
+    "in a scan": form(
+        "def accumulate(total, x):",
+        "    loss, grads = mpjax.value_and_grad(loss_fn, state)(p, x)",
+        "    return jax.tree.map(jnp.add, total, grads), loss",
+        "zeros = jax.tree.map(lambda a: jnp.zeros_like(a, jnp.float32), p)",
+        "grads, losses = lax.scan(accumulate, zeros, jnp.stack([x, -x]))",
+        "loss = losses.mean()",
         needs="arrays",
     ),
-    "by hand": Form(
-        (
-            "scaled, grads = <vag>(lambda p: loss_fn(p, x) * scale_of(state))(p)",
-            "loss, aux = scaled / scale_of(state), mpjax.unscale(grads, state)",
-        ),
+    "by hand": form(
+        "scaled, grads = <vag>(lambda p: loss_fn(p, x) * scale_of(state))(p)",
+        "loss, aux = scaled / scale_of(state), mpjax.unscale(grads, state)",
         needs="arrays",
     ),
 }
@@ -219,29 +188,17 @@ _HELD = "p, state = held.params, held.opt_state"
 _READ = "params, state = carry_of(p, optimizer, state)"
 _TRAIN_STATE = "held = TrainState(step=0, apply_fn=None, params=p, tx=tx, opt_state=state)"
 APPLICATIONS = {
-    "apply_gradients": Form(("p, state = mpjax.apply_gradients(tx, grads, state, p)",)),
-    "apply_gradients with the loss": Form(("p, state = mpjax.apply_gradients(tx, grads, state, p, value=loss)",)),
-    "update": Form(
-        ("updates, state = tx.update(grads, state, p, value=loss)", "p = optax.apply_updates(p, updates)"),
-    ),
-    "TrainState": Form(
-        (
-            _TRAIN_STATE,
-            "held = mpjax.apply_gradients(held, grads, value=loss)",
-            _HELD,
-        ),
-        needs="arrays",
-    ),
-    "TrainState.apply_gradients": Form(
-        (_TRAIN_STATE, "held = held.apply_gradients(grads=grads)", _HELD),
-        needs="arrays",
-    ),
-    "nnx.Optimizer": Form((_MAKE, "optimizer.update(p, grads, value=loss)", _READ), needs="nnx"),
-    "apply_gradients to an nnx.Optimizer": Form(
-        (_MAKE, "mpjax.apply_gradients(tx, grads, optimizer, p, value=loss)", _READ), needs="nnx"
+    "apply_gradients": form("p, state = mpjax.apply_gradients(tx, grads, state, p)"),
+    "apply_gradients with the loss": form("p, state = mpjax.apply_gradients(tx, grads, state, p, value=loss)"),
+    "update": form("updates, state = tx.update(grads, state, p, value=loss)", "p = optax.apply_updates(p, updates)"),
+    "TrainState": form(_TRAIN_STATE, "held = mpjax.apply_gradients(held, grads, value=loss)", _HELD, needs="arrays"),
+    "TrainState.apply_gradients": form(_TRAIN_STATE, "held = held.apply_gradients(grads=grads)", _HELD, needs="arrays"),
+    "nnx.Optimizer": form(_MAKE, "optimizer.update(p, grads, value=loss)", _READ, needs="nnx"),
+    "apply_gradients to an nnx.Optimizer": form(
+        _MAKE, "mpjax.apply_gradients(tx, grads, optimizer, p, value=loss)", _READ, needs="nnx"
     ),
     # The gradient and the update are within the context.
-    "restore_if_skipped": Form(
-        (_MAKE, "mpjax.restore_if_skipped(p, optimizer)", "optimizer.update(p, grads, value=loss)", _READ), needs="nnx"
+    "restore_if_skipped": form(
+        _MAKE, "mpjax.restore_if_skipped(p, optimizer)", "optimizer.update(p, grads, value=loss)", _READ, needs="nnx"
     ),
 }
