@@ -31,10 +31,10 @@ from typing import Any
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 import jax
-import jmp
 
 import mpjax
 from benchmarks import commands
+from benchmarks.others import with_jmp, with_mpx
 from perf.results import previous
 from perf.timing import interleaved, ratios
 from testing.measures import trace_time_ratio
@@ -43,19 +43,6 @@ from testing.random_programs.evaluate import Unsupported
 
 Row = dict[str, Any]
 WITHOUT_REGIONS = mpjax.Rules(residuals="full")
-
-
-def with_jmp(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:
-    """As in jmp's README: cast the arguments to the compute dtype and the result to the output dtype."""
-    jmp_policy = jmp.get_policy(f"params=float32,compute={harness.half_of(policy)},output=float32")
-    return lambda *args: jmp_policy.cast_to_output(fun(*jmp_policy.cast_to_compute(args)))
-
-
-def with_mpx(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:
-    """mixed-precision-for-JAX's function cast, which its gradient transformation also applies."""
-    import mpx
-
-    return mpx.cast_function(fun, harness.half_of(policy), "float32")
 
 
 def casters(program: Program, regions: bool = False) -> dict[str, harness.Caster]:

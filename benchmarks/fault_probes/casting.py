@@ -9,27 +9,16 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
 
 import mpjax
+from benchmarks.others import with_jmp, with_mpx
 from testing.measures import half_share
 
 from .fault import Fault, Probe
 
 Function = Callable[..., Any]
 W = jnp.ones((8, 8))
-
-
-def _with_jmp(fun: Function) -> Function:
-    policy = jmp.get_policy("params=float32,compute=float16,output=float32")
-    return lambda *args: policy.cast_to_output(fun(*policy.cast_to_compute(args)))
-
-
-def _with_mpx(fun: Function) -> Function:
-    import mpx
-
-    return mpx.cast_function(fun, jnp.float16, jnp.float32)
 
 
 def _with_jaxamp(fun: Function) -> Function:
@@ -40,8 +29,8 @@ def _with_jaxamp(fun: Function) -> Function:
 
 CASTERS: dict[str, Callable[[Function], Function]] = {
     "mpjax": lambda fun: mpjax.autocast(fun, "mixed_float16"),
-    "jmp": _with_jmp,
-    "mixed-precision-for-JAX": _with_mpx,
+    "jmp": lambda fun: with_jmp(fun, "mixed_float16"),
+    "mixed-precision-for-JAX": lambda fun: with_mpx(fun, "mixed_float16"),
     "jaxamp": _with_jaxamp,
 }
 

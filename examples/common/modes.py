@@ -94,7 +94,8 @@ def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
     if config.audit:
         say(str(mpjax.audit(step, task.abstract_state(), task.parallel.like_batch(batch))))
         return {}
-    batches = (other for other in task.endless_batches() if shape_of(other) == shape_of(batch))
+    epochs = (task.batches(epoch, 0) for epoch in itertools.count())
+    batches = (other for epoch in epochs for other in epoch if shape_of(other) == shape_of(batch))
     try:
         if config.profile:
             say(str(mpjax.profile(step, task.initial_state(), steps=10, batches=batches)))
@@ -335,7 +336,7 @@ def main(kind: type[Task], arguments: Sequence[str] | None = None) -> int:
         return 130  # as shells report it
     except Exception as error:
         if processes.lost_peer(error):
-            processes.end_without(program)
+            processes.end(program, "another process of this run")
         shared = isinstance(error, SharedError)
         processes.leave(failed=not shared)
         usage_error = _as_usage_error(error)

@@ -163,13 +163,13 @@ def _watch(program: str) -> None:
             store.key_value_set(_life(process_id()), str(count), allow_overwrite=True)
             lives = dict(store.key_value_dir_get("mpjax/life/"))
         except Exception:
-            _end(program, "process 0, which connects the others,")
+            end(program, "process 0, which connects the others,")
         now = time.monotonic()
         for name, life in lives.items():
             if seen.get(name, ("", 0))[0] != life:
                 seen[name] = life, now
             if life == "failed" or (life != "done" and now - seen[name][1] > _SILENCE):
-                _end(program, f"process {name.rpartition('/')[2]}")
+                end(program, f"process {name.rpartition('/')[2]}")
 
 
 def lost_peer(error: BaseException) -> bool:
@@ -178,15 +178,11 @@ def lost_peer(error: BaseException) -> bool:
     return several() and isinstance(error, jax.errors.JaxRuntimeError) and any(sign in str(error) for sign in signs)
 
 
-def end_without(program: str) -> None:
-    """Ends this process after `lost_peer`, before JAX's own thread does, which prints a stack."""
-    _end(program, "another process of this run")
-
-
 _ending = threading.Lock()
 
 
-def _end(program: str, who: str) -> None:
+def end(program: str, who: str) -> None:
+    """Ends this process after another has ended: before JAX's own thread does, which prints a stack."""
     _ending.acquire()  # Only one thread tells, and nothing runs after it.
     print(f"{program}: error: {who} has ended; --resume continues from the last checkpoint.", file=sys.stderr)
     leave_alone(2)

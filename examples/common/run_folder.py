@@ -123,19 +123,13 @@ class RunFolder:
         Raises:
             UsageError: The folder holds no run, or that of another script.
         """
-        try:
-            found = self._known("config.json", "settings")
-        except UsageError as error:
-            raise UsageError(
-                f"{flag}: {str(self.path)!r} holds no run (no readable config.json); give the folder of a training."
-            ) from error
-        return of_script(found, script, flag, self.path)
+        return of_script(self._known("config.json", "settings", flag), script, flag, self.path)
 
     def description(self) -> dict[str, Any]:
         """The facts about the data that the model needs."""
         return self._known("data.json", "description")
 
-    def _known(self, name: str, entry: str) -> dict[str, Any]:
+    def _known(self, name: str, entry: str, flag: str = "--output") -> dict[str, Any]:
         """The content of a file, or where it is missing or damaged, the copy in the newest checkpoint."""
         path = self.path / name
         try:
@@ -143,7 +137,10 @@ class RunFolder:
         except (OSError, ValueError) as error:
             found = newest_position(self.checkpoints).get(entry)
             if found is None:
-                raise UsageError(f"--output {str(self.path)!r} holds no readable {name}: {one_line(error)}") from error
+                why = f"no readable {name}: {one_line(error)}"
+                raise UsageError(
+                    f"{flag}: {str(self.path)!r} holds no run ({why}); give the folder of a training."
+                ) from error
             say(f"{path} can't be read ({one_line(error)}): the newest checkpoint has a copy")
             return found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -155,11 +154,6 @@ class Task(abc.ABC):
         known = {n: x for n, x in last.items() if n.startswith(("train_", "test_", "dev_")) or n in self.table}
         facts = {"amp": self.config.amp, "seed": self.config.seed, "batch_size": self.batch_size}
         return known | facts | {"learning_rate": self.config.learning_rate, **self.facts()}
-
-    def endless_batches(self) -> Iterator[Any]:
-        """Training batches, epoch after epoch."""
-        for epoch in itertools.count():
-            yield from self.batches(epoch, 0)
 
     @functools.cached_property
     def training(self) -> Training:

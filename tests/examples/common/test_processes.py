@@ -157,7 +157,7 @@ def test_a_silent_process_counts_as_dead_within_a_minute(second, told, monkeypat
 
     store = Store()
     times = SimpleNamespace(sleep=lambda s: clock.append(clock[-1] + s), monotonic=lambda: clock[-1])
-    for name, value in {"time": times, "_store": lambda: store, "process_id": lambda: 0, "_end": end}.items():
+    for name, value in {"time": times, "_store": lambda: store, "process_id": lambda: 0, "end": end}.items():
         monkeypatch.setattr(joined, name, value)
     with pytest.raises(Silent, match=told):
         joined._watch("program")
