@@ -28,25 +28,17 @@ def layer(h, w):
     return h + jax.nn.gelu(normalised(h) @ w) @ w.T
 
 
-def plain(w, x):
-    h = x @ w[0]
-    for each in w:
-        h = layer(h, each)
-    return jnp.mean(normalised(h) @ w[0])
+def repeated(transform):
+    def program(w, x):
+        h = x @ w[0]
+        for each in w:
+            h = transform(layer)(h, each)
+        return jnp.mean(normalised(h) @ w[0])
+
+    return program
 
 
-def called(w, x):
-    h = x @ w[0]
-    for each in w:
-        h = jax.jit(layer)(h, each)
-    return jnp.mean(normalised(h) @ w[0])
-
-
-def checkpointed(w, x):
-    h = x @ w[0]
-    for each in w:
-        h = jax.checkpoint(layer)(h, each)
-    return jnp.mean(normalised(h) @ w[0])
+plain = repeated(lambda layer: layer)
 
 
 def scanned(w, x):
@@ -84,7 +76,8 @@ def in_nnx(w, x):
     return jnp.mean(h @ w[0])
 
 
-PROGRAMS = (plain, called, checkpointed, scanned, one_addition, linen, in_nnx)
+PROGRAMS = {"plain": plain, "called": repeated(jax.jit), "checkpointed": repeated(jax.checkpoint)}
+PROGRAMS |= {"scanned": scanned, "one_addition": one_addition, "linen": linen, "nnx": in_nnx}
 
 
 def float32_streams(jaxpr):
@@ -93,7 +86,7 @@ def float32_streams(jaxpr):
     return [v for program in (jaxpr, *inside) for v in residual_additions(program)]
 
 
-@pytest.mark.parametrize("fun", PROGRAMS, ids=lambda fun: fun.__name__)
+@pytest.mark.parametrize("fun", PROGRAMS.values(), ids=PROGRAMS)
 def test_the_stream_is_float32_if_requested(fun):
     float32 = mpjax.autocast(fun, rules=FLOAT32)
     assert float32_streams(jax.make_jaxpr(float32)(W, X))
