@@ -104,7 +104,7 @@ def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
             stats, loss = state.stats, task.training.model.loss
 
             def loss_fn(params: Any, batch: Any) -> jax.Array:
-                return loss(Variables(params, stats), batch, jax.random.key(0)).mean
+                return loss(params, stats, batch, jax.random.key(0))[0]
 
             say(str(mpjax.numerics(loss_fn, state.params, batches=itertools.islice(batches, 2))))
     finally:

@@ -68,7 +68,7 @@ class Maker:
             return task.test(task.training.weights(state), lambda: None)[name]
 
         def loss(weights: Variables, batch: Any) -> jax.Array:
-            return task.training.model.loss(weights, batch, jax.random.key(0)).mean
+            return task.training.model.loss(*weights, batch, jax.random.key(0))[0]
 
         def weights(state: TrainState) -> Variables:
             return Variables(state.params, state.stats)

@@ -44,19 +44,28 @@ class TrainState(NamedTuple):
     ema: Any  # the variables' moving average, float32; empty without --ema
 
 
-class Loss(NamedTuple):
-    """The loss of a batch, with sums for metrics and updated statistics."""
+class Aux(NamedTuple):
+    """What the loss of a batch gives beside its value: sums for metrics, and updated statistics."""
 
-    mean: jax.Array  # shape=(), dtype=float32: differentiated
     sums: Sums
     stats: Any
 
 
+class Updated(NamedTuple):
+    """What a step changes."""
+
+    params: Any
+    stats: Any
+    opt_state: Any
+    sums: Sums
+
+
 class Model(NamedTuple):
-    """A network and its loss as pure functions, in the precision of the policy."""
+    """A network, its loss and its update as pure functions, in the precision of the policy."""
 
     init: Callable[[jax.Array], Variables]  # (key) -> Variables; params in float32 or in the dtype of a module's policy
-    loss: Callable[[Variables, Any, jax.Array], Loss]  # (variables, batch, key) -> Loss
+    loss: Callable[..., tuple[jax.Array, Aux]]  # (params, stats, batch, key) -> the mean, float32, and Aux
+    update: Callable[..., Updated]  # (tx, TrainState, batch, key) -> Updated
     sums: tuple[str, ...] = ("loss", "count")
 
 
@@ -103,19 +112,11 @@ def create_training(model: Model, flags: RunConfig, steps: int, parallel: DataPa
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         key = jax.random.fold_in(jax.random.key(state.seed), state.step)
-
-        def loss_fn(params: Any) -> tuple[jax.Array, Loss]:
-            found = model.loss(Variables(params, state.stats), batch, key)
-            return found.mean, found
-
-        value_and_grad = mpjax.value_and_grad(loss_fn, state.opt_state, has_aux=True)
-        (loss, found), grads = value_and_grad(state.params)
-        params, opt_state = mpjax.apply_gradients(tx, grads, state.opt_state, state.params, value=loss)
-        stats = mpjax.keep_if_finite(opt_state, found.stats, state.stats)
+        params, stats, opt_state, sums = model.update(tx, state, batch, key)
         ema = state.ema
         if flags.ema:
             ema = update_ema(ema, {"params": params, "stats": stats}, state.step, flags, opt_state)
-        totals = jax.tree.map(jnp.add, state.totals, found.sums)
+        totals = jax.tree.map(jnp.add, state.totals, sums)
         outputs = {
             "totals": totals,
             "loss_scale": opt_state.loss_scale,

@@ -17,10 +17,10 @@ import numpy as np
 import optax
 
 import mpjax
-from examples.common import modes
+from examples.common import modes, training
 from examples.common.config import RunConfig
 from examples.common.task import Task
-from examples.common.training import DataParallel, Loss, Model, Sums, Variables, checked_sums, masked_sums, tested_means
+from examples.common.training import Aux, DataParallel, Model, Sums, TrainState, Updated, Variables
 
 
 class Batch(NamedTuple):
@@ -87,16 +87,22 @@ class CustomTask(Task):
     def model(self) -> Model:
         module, apply = self.net
 
-        def loss(variables: Variables, batch: Batch, key: jax.Array) -> Loss:
-            logits = apply(variables.params, batch.inputs)
+        def loss(params: Any, stats: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, Aux]:
+            logits = apply(params, batch.inputs)
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-            sums = masked_sums(jnp.ones(len(losses)), loss=losses, accuracy=correct(logits, batch.labels))
-            return Loss(jnp.mean(losses), sums, variables.stats)
+            sums = training.masked_sums(jnp.ones(len(losses)), loss=losses, accuracy=correct(logits, batch.labels))
+            return jnp.mean(losses), Aux(sums, stats)
+
+        def update(tx: Any, state: TrainState, batch: Batch, key: jax.Array) -> Updated:
+            value_and_grad = mpjax.value_and_grad(loss, state.opt_state, has_aux=True)
+            (mean, aux), grads = value_and_grad(state.params, state.stats, batch, key)
+            params, opt_state = mpjax.apply_gradients(tx, grads, state.opt_state, state.params, value=mean)
+            return Updated(params, state.stats, opt_state, aux.sums)
 
         def init(key: jax.Array) -> Variables:
             return Variables(module.init(key, jnp.zeros((1, 30)))["params"], {})
 
-        return Model(init, loss, sums=("loss", "accuracy", "count"))
+        return Model(init, loss, update, ("loss", "accuracy", "count"))
 
     @functools.cached_property
     def _test_step(self) -> jax.stages.Wrapped:
@@ -104,7 +110,9 @@ class CustomTask(Task):
             logits = self.net[1](params, batch.inputs)
             finite = jnp.all(jnp.isfinite(logits), axis=-1)  # an entry with inf or NaN counts as wrong
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-            return checked_sums(jnp.ones(len(losses)), finite, loss=losses, accuracy=correct(logits, batch.labels))
+            return training.checked_sums(
+                jnp.ones(len(losses)), finite, loss=losses, accuracy=correct(logits, batch.labels)
+            )
 
         return jax.jit(test_step)
 
@@ -119,7 +127,7 @@ class CustomTask(Task):
 
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
         between_steps()
-        means = tested_means(self._test_step(weights.params, self._test), self.unit, last)
+        means = training.tested_means(self._test_step(weights.params, self._test), self.unit, last)
         return {f"test_{name}": value for name, value in means.items()}
 
 

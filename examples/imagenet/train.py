@@ -1,6 +1,6 @@
 """`python -m examples.imagenet`: trains image classifiers. From top to bottom: data, model, loss, step, tests.
 
-`examples/common/` has what scripts share: the step (training.py), the loss scale (optimizers.py), the loop (loop.py).
+`examples/common/` has what scripts share: the optimizer and its loss scale (optimizers.py), the loop (loop.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import optax
 
 import mpjax
 from examples.common import modes, training
-from examples.common.training import Loss, Model, Sums, Variables
+from examples.common.training import Aux, Model, Sums, TrainState, Updated, Variables
 from examples.imagenet.data import Batch, empty_batch, evaluation_batches, train_batches
 from examples.imagenet.decoding import erase, mix_up
 from examples.imagenet.models import check_outputs_of, network
@@ -38,7 +38,7 @@ class ImageTask(ImageData):
             self._stream = train_batches(self.train_set, self.batch_size, self.config.seed, first=first_step, **how)
         return itertools.islice(self._stream, self.steps - first)
 
-    # Model and loss.
+    # Model, loss and step.
 
     @functools.cached_property
     def functions(self) -> tuple[Callable[..., Any], ...]:
@@ -67,17 +67,25 @@ class ImageTask(ImageData):
     def model(self) -> Model:
         init, train, _ = self.functions
 
-        def loss(variables: Variables, batch: Batch, key: jax.Array) -> Loss:
+        def loss(params: Any, stats: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, Aux]:
             blend = mix_up(key, self.config.mixup, len(batch.labels))
             images = erase(jax.random.fold_in(key, 2), self.prepare(batch.images), self.config.random_erasing)
-            logits, stats = train(variables, blend(images), jax.random.fold_in(key, 1))
+            logits, stats = train(Variables(params, stats), blend(images), jax.random.fold_in(key, 1))
             targets = optax.smooth_labels(_one_hot(batch, logits), self.config.label_smoothing)
             # Float32 even if the policy's output is half precision: the log-sum-exp needs the mantissa.
             losses = optax.softmax_cross_entropy(logits.astype(jnp.float32), blend(targets))
             sums = training.masked_sums(jnp.asarray(batch.mask), loss=losses, **correct(logits, batch.labels))
-            return Loss(jnp.mean(losses), sums, stats)
+            return jnp.mean(losses), Aux(sums, stats)
 
-        return Model(init, loss, sums=self.sums)
+        def update(tx: Any, state: TrainState, batch: Batch, key: jax.Array) -> Updated:
+            value_and_grad = mpjax.value_and_grad(loss, state.opt_state, has_aux=True)
+            (mean, aux), grads = value_and_grad(state.params, state.stats, batch, key)
+            params, opt_state = mpjax.apply_gradients(tx, grads, state.opt_state, state.params, value=mean)
+            # A skipped step leaves the statistics as they were, too.
+            stats = mpjax.keep_if_finite(opt_state, aux.stats, state.stats)
+            return Updated(params, stats, opt_state, aux.sums)
+
+        return Model(init, loss, update, self.sums)
 
     @property
     def sums(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""`python -m examples.speech`: trains speech recognisers. From top to bottom: data, model and loss, tests.
+"""`python -m examples.speech`: trains speech recognisers. From top to bottom: data, model, loss, step, tests.
 
-What all scripts share is in `examples/common/`: the step (training.py), optimizers and loss scale (optimizers.py), and
-the loop over epochs (loop.py). models.py sets the policy.
+What all scripts share is in `examples/common/`: optimizers and loss scale (optimizers.py), and the loop over epochs
+(loop.py). models.py sets the policy.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import mpjax
 from examples.common import modes
-from examples.common.training import Loss, Model, TrainState, Variables, masked_sums
+from examples.common.training import Aux, Model, TrainState, Updated, Variables, masked_sums
 from examples.speech.batching import Batch
 from examples.speech.features import spec_augment
 from examples.speech.models import create_network, create_transcribe_step, ctc_losses, finite_features
@@ -31,24 +32,30 @@ class SpeechTask(SpeechData):
         assert self._buckets is not None
         return self._buckets.train_batches(self.config.seed, epoch, first)
 
-    # Model and loss.
+    # Model, loss and step.
 
     def model(self) -> Model:
         config = self.config
         network = create_network(config, self.alphabet.labels)
 
-        def loss(variables: Variables, batch: Batch, key: jax.Array) -> Loss:
+        def loss(params: Any, stats: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, Aux]:
             masks, dropout = jax.random.split(key)
             features, lengths, readable = finite_features(batch.audio, batch.audio_lengths)
             if config.augment:
                 features = spec_augment(masks, features, lengths)
             counted = readable & (batch.weights > 0)
-            losses = ctc_losses(*network.apply(variables.params, features, lengths, dropout), batch)
+            losses = ctc_losses(*network.apply(params, features, lengths, dropout), batch)
             mean = jnp.sum(jnp.where(counted, losses, 0)) / jnp.maximum(jnp.sum(counted), 1)
             sums = masked_sums(counted, loss=losses)
-            return Loss(mean, {**sums, "not_finite": jnp.sum(batch.weights) - sums["count"]}, {})
+            return mean, Aux({**sums, "not_finite": jnp.sum(batch.weights) - sums["count"]}, stats)
 
-        return Model(network.init, loss, ("loss", "not_finite", "count"))
+        def update(tx: Any, state: TrainState, batch: Batch, key: jax.Array) -> Updated:
+            value_and_grad = mpjax.value_and_grad(loss, state.opt_state, has_aux=True)
+            (mean, aux), grads = value_and_grad(state.params, state.stats, batch, key)
+            params, opt_state = mpjax.apply_gradients(tx, grads, state.opt_state, state.params, value=mean)
+            return Updated(params, state.stats, opt_state, aux.sums)
+
+        return Model(network.init, loss, update, ("loss", "not_finite", "count"))
 
     # Tests and predictions.
 
