@@ -1,17 +1,19 @@
-"""Float8 steps compiled for an H200 that is not present: `python -m benchmarks.float8`.
+"""Float8 steps compiled for a GPU that is not present: `python -m benchmarks.float8`.
+
+    python -m benchmarks.float8                 float8 on an H200
+    python -m benchmarks.float8 --target b200   MXFP8 on a B200
 
 Each model is compiled with two layers, in bfloat16 and in float8: unrolled, in a `scan`, with each layer recomputed,
 and with parameters and batch sharded over eight devices (FSDP). All sizes of matmuls are taken. The table counts the
-eligible matmuls (those that the lowered program has in float8) and cuBLASLt's float8 calls, and gives the bytes that
-kernels read and write, the kernels and the collectives. XLA merges matmuls that share an operand, so one call may be
-several of them. Nothing runs, so nothing here says how fast a step is. Needs JAX's CUDA plugin.
+eligible matmuls and the calls of float8 kernels (cuBLASLt's, or cuDNN's of blocks), and gives the bytes that kernels
+read and write, the kernels and the collectives. XLA merges matmuls that share an operand, so one call may be several
+of them. Nothing runs, so nothing here says how fast a step is. Needs JAX's CUDA plugin.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import re
 from typing import Any
 
 import jax
@@ -21,10 +23,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import mpjax
 from benchmarks import commands
 from mpjax.inspection.auditing.communication import collectives
+from mpjax.inspection.auditing.matmuls import matmuls_of
 from mpjax.inspection.profiling import hlo
 from mpjax.inspection.profiling.hlo import HloModule
 from mpjax.planning.target import NO_PLUGIN, TARGETS
-from mpjax.planning.traffic import HALF, bytes_of, kernels
+from mpjax.planning.traffic import FLOAT8_CALLS, HALF, bytes_of, kernels
+from mpjax.program.graph import walk
 from perf.memory import program_bytes
 from perf.results import previous
 from testing.models.published import WORKLOADS, Workload
@@ -36,10 +40,10 @@ MODELS = {
     "GPT 2048": dataclasses.replace(GPT, features=2048),  # type: ignore[call-arg]
 }
 FORMS = ("plain", "scan", "remat", "FSDP")
-POLICIES = ("mixed_bfloat16", "mixed_float8")
+BASE = "mixed_bfloat16"
+FLOAT8 = {"h200": "mixed_float8", "b200": "mixed_mxfp8"}  # by target
 LAYERS, DEVICES = 2, 8
 RULES = mpjax.Rules(float8=mpjax.Float8(min_size=(0, 0)))
-_FLOAT8_CALL = 'custom_call_target="__cublas$lt$matmul$f8"'
 Row = dict[str, Any]
 
 
@@ -50,7 +54,7 @@ def step_of(workload: Workload, policy: str) -> Any:
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         return workload.loss(module.apply({"params": params}, *workload.inputs(batch)), batch)
 
-    cast = mpjax.autocast(loss_fn, policy, rules=RULES if policy == "mixed_float8" else None)
+    cast = mpjax.autocast(loss_fn, policy, rules=None if policy == BASE else RULES)
 
     def step(params: Any, batch: Any) -> tuple[Any, jax.Array]:
         loss, grads = jax.value_and_grad(cast)(params, batch)
@@ -59,11 +63,11 @@ def step_of(workload: Workload, policy: str) -> Any:
     return step
 
 
-def compiled(name: str, form: str, policy: str) -> tuple[Any, Any]:
-    """The lowered and the compiled step of a model in a form."""
+def compiled(name: str, form: str, policy: str, target: str) -> tuple[int, Any]:
+    """The number of eligible matmuls and the compiled step of a model in a form."""
     change = {"layers": LAYERS, "loop": form == "scan", "remat": form == "remat"}
     workload = dataclasses.replace(MODELS[name], **change)
-    devices = TARGETS["h200"].devices(DEVICES if form == "FSDP" else 1)
+    devices = TARGETS[target].devices(DEVICES if form == "FSDP" else 1)
     if devices is None:
         raise SystemExit(NO_PLUGIN)
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
@@ -81,14 +85,16 @@ def compiled(name: str, form: str, policy: str) -> tuple[Any, Any]:
     out = jax.tree.map(lambda x: x.sharding, params), None
     step: Any = jax.jit(step_of(workload, policy), donate_argnums=0, out_shardings=out)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = step.trace(params, batch).lower(lowering_platforms=("cuda",))
+        traced = step.trace(params, batch)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    eligible = sum(row.is_float8 for site in walk(traced.jaxpr) for row in matmuls_of([site]))
     # Without autotuning, XLA would widen float8 operands in a Triton kernel.
-    return lowered, lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+    return eligible, lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
 
 
-def measured(name: str, form: str, policy: str) -> Row:
+def measured(name: str, form: str, policy: str, target: str) -> Row:
     """What the compiled step of a model does."""
-    lowered, program = compiled(name, form, policy)
+    eligible, program = compiled(name, form, policy, target)
     text = program.as_text()
     module = HloModule(text)
     launched = kernels(module, module.entry)
@@ -100,8 +106,8 @@ def measured(name: str, form: str, policy: str) -> Row:
         moved[f"{c.op} {c.dtype}"] += c.arrays
         sent += c.bytes
     return {
-        "eligible": len(re.findall(r"dot_general.*f8E", lowered.as_text())),
-        "calls": text.count(_FLOAT8_CALL),
+        "eligible": eligible,
+        "calls": len(FLOAT8_CALLS.findall(text)),
         "half": sum(bool(found.dtypes) and found.dtypes <= HALF for found in matmuls),
         "matmuls": len(matmuls),
         "bytes": bytes_of(launched),
@@ -113,11 +119,11 @@ def measured(name: str, form: str, policy: str) -> Row:
 
 
 def table(rows: dict[str, Row]) -> str:
-    """Markdown: float8 against bfloat16."""
+    """Markdown: float8 of either kind against bfloat16."""
     header = ("model", "form", "float8 calls of eligible", "bytes moved", "kernels", "planned memory")
     lines = []
     for key, row in rows.items():
-        base, found = (row[policy] for policy in POLICIES)
+        base, found = row[BASE], next(of for policy, of in row.items() if policy != BASE)
         ratio = {name: found[name] / base[name] for name in ("bytes", "kernels", "planned_bytes")}
         counts = " → ".join(", ".join(f"{n} {kind}" for kind, n in r["collectives"].items()) for r in (base, found))
         sent = " → ".join(f"{r['sent_bytes'] / 1e6:.0f}" for r in (base, found)) + " MB"
@@ -134,15 +140,17 @@ def table(rows: dict[str, Row]) -> str:
 
 def main() -> None:
     parser = commands.parser(__doc__)
+    parser.add_argument("--target", choices=FLOAT8, default="h200", help="the GPU (default: h200)")
     parser.add_argument("--models", default=",".join(MODELS), help="names, separated by commas (default: all)")
     parser.add_argument("--forms", default=",".join(FORMS), help="names, separated by commas (default: all)")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    rows: dict[str, Row] = previous("float8_h200", args.out)
+    name_of = f"{'float8' if args.target == 'h200' else 'mxfp8'}_{args.target}"
+    rows: dict[str, Row] = previous(name_of, args.out)
     for name in args.models.split(","):
         for form in args.forms.split(","):
-            rows[f"{name} / {form}"] = {policy: measured(name, form, policy) for policy in POLICIES}
-            commands.publish("float8_h200", rows, table(rows), args.out)
+            rows[f"{name} / {form}"] = {p: measured(name, form, p, args.target) for p in (BASE, FLOAT8[args.target])}
+            commands.publish(name_of, rows, table(rows), args.out)
             print(f"{name} / {form}: {rows[f'{name} / {form}']}", flush=True)
     print(table(rows))
 

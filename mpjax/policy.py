@@ -39,7 +39,7 @@ _DTYPE_NAMES = {
     "float64": "float64",
 }
 # The formats of matmuls by the names that a policy accepts.
-_MATMUL_FORMATS = {name: format for format in SCALED.values() for name in format.names}
+_MATMUL_FORMATS = {name: format for format in reversed(SCALED.values()) for name in format.names}
 _KEYS = {"p": "params", "c": "compute", "m": "matmul", "o": "output", "r": "reduce"}
 _FLAGS = {"true": True, "false": False}
 # Separators of the overrides in a policy's string. A pattern can't contain them.
@@ -138,8 +138,8 @@ def _matmul_format(value: Any) -> Format | None:
     return found if found is not None and found.is_scaled else None
 
 
-def _normalise_matmul_dtype(value: Any, compute_dtype: np.dtype) -> np.dtype | None:
-    """The dtype of a format of matmuls, or None where matmuls run in the compute dtype."""
+def _normalise_matmul_dtype(value: Any, compute_dtype: np.dtype) -> Any:
+    """A format of matmuls as a policy holds it, or None where matmuls run in the compute dtype."""
     if value is None:
         return None
     found = _matmul_format(value)
@@ -153,7 +153,7 @@ def _normalise_matmul_dtype(value: Any, compute_dtype: np.dtype) -> np.dtype | N
             f"Policy(matmul_dtype={found.name!r}, compute_dtype={str(compute_dtype)!r}): {found.name} matmuls need "
             f"compute_dtype={found.compute!r}, which has the range of their results."
         )
-    return found.dtype
+    return found.in_policies
 
 
 def _default_reduce_dtype(param_dtype: Any) -> np.dtype:
@@ -200,7 +200,8 @@ class Policy(jmp.Policy):
         override_dtypes: Whether `with_policy` overrides the explicit `dtype` of layers.
             By default such layers keep it.
         matmul_dtype: `"float8"` runs matmuls of a parameter and an activation in float8 (experimental; `autocast`
-            only, with compute dtype bfloat16). `None` runs them in the compute dtype.
+            only, with compute dtype bfloat16), `"mxfp8"` in float8 with a scale for each block of 32. `None` runs them
+            in the compute dtype.
 
     Dtypes are normalised to `numpy.dtype`, so policies compare and hash by value for any spelling of the
     dtypes, and `get_policy(str(policy)) == policy`.
@@ -369,9 +370,10 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
               `"p=f32,c=bf16"` (params default to float32, compute to params, output to compute), with
               `reduce=` or `r=` for gradients summed across devices (by default float32);
               the dtype `half` is bfloat16 on a TPU, else float16; `"p=f32,c=bf16,override_dtypes=true"` also takes
-              over layers with an explicit dtype; `matmul=` or `m=` is float8: `"p=f32,c=bf16,m=f8,o=f32"`;
+              over layers with an explicit dtype; `matmul=` or `m=` is float8 or mxfp8: `"p=f32,c=bf16,m=f8,o=f32"`;
             - Keras's names: `"mixed_float16"`, `"mixed_bfloat16"` (params and output float32);
-            - `"mixed_float8"`: `"mixed_bfloat16"` with float8 matmuls (experimental);
+            - `"mixed_float8"`, `"mixed_mxfp8"`: `"mixed_bfloat16"` with float8 matmuls (experimental), which have a
+              scale for each tensor, or for each block of 32 elements;
             - Apex's levels: `"O0"` float32; `"O1"` = mixed_float16; `"O2"` half params and compute
               with float32 norm parameters (the override `<norm>`) and output; `"O3"` all float16;
             - the result of `str(policy)`, including overrides: `"p=f32,c=f16;*/head=>float32"`.
@@ -467,6 +469,7 @@ _SPELLINGS = (
     (r"u?int", None),
     (r"b(f|float|fp)_?16", "mixed_bfloat16"),
     (r"(?<!\d)16(?!\d)", "mixed_float16"),
+    (r"mx", "mixed_mxfp8"),
     (r"(?<!\d)8(?!\d)|e\dm\d", "mixed_float8"),
     (r"64|double", "float64"),
     (r"32|single|full", "float32"),

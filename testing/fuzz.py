@@ -38,7 +38,7 @@ from testing.random_programs.reduction import shrink
 REPORTS = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache")) / "mpjax-fuzz"
 REJECTED = "rejected by JAX"
 Outcome = tuple[str, Failure | None]
-DTYPES = ("float16", "bfloat16", "float8")
+DTYPES = ("float16", "bfloat16", "float8", "mxfp8")
 
 # Examples between two clearings of JAX's caches: programs share most of the entries.
 CLEAR_CACHES_EVERY = 2000

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -78,12 +77,12 @@ def _argument(name: str) -> str:
 
 
 def check_device(setting: Setting) -> None:
-    """Warns if the first device has no fast units for the formats of a plan."""
+    """Warns if the device has no fast units for the formats of a plan."""
     formats = [format_of(setting.half)]
     if setting.scaled is not None:
         formats += [setting.scaled.format, *(format for _, format in setting.scaled.entries)]
     for format in dict.fromkeys(formats):
-        if format is not None and (why := format.slow_on(jax.devices()[0])):
+        if format is not None and (why := format.slow_on(compat.device())):
             _warn(f"autocast: {why}")
 
 

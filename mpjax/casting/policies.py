@@ -55,6 +55,11 @@ def _scaled_setting(rules: Rules, policy: Policy) -> ScaledSetting | None:
             )
         return None
     options = rules.float8 or Float8()
+    if options.axes and not first.shares_copies:
+        raise ValueError(
+            f"Rules(float8={options!r}): a scale of {first.name} belongs to one block, which no device shares; leave "
+            "axis_name out."
+        )
     entries = [*dict.fromkeys(options.allow, first).items(), *dict.fromkeys(options.deny).items(), *others]
     return ScaledSetting(options, own, tuple((_pattern(pattern), format) for pattern, format in entries))
 

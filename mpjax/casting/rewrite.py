@@ -22,6 +22,7 @@ from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, storage_of
 from mpjax.casting.plan import Action, Plan, Step
 from mpjax.casting.remat import RematRegion
+from mpjax.casting.scaled import cotangents_of
 from mpjax.casting.setting import FLOAT32, tracked
 from mpjax.kernels import staging, weight_gradients
 from mpjax.kernels.packed import PACKINGS, Packed, Packing, pack, remembered_matmul, remembering, tangent_of
@@ -63,7 +64,7 @@ class MixedValue:
         """The array of a storage dtype as an operand of scaled matmuls. All of its readers share one copy."""
         key = storage, format, dtype
         if key not in self._scaled:
-            self._scaled[key] = SCALINGS[format.scaling].quantise(self[storage], dtype, axes)
+            self._scaled[key] = SCALINGS[format.scaling].operand(self[storage], dtype, axes)
         return self._scaled[key]
 
     def packed(self, packing: Packing) -> Packed:
@@ -340,7 +341,7 @@ def _scaled_matmul(step: Step, operands: Sequence[MixedValue], params: dict[str,
         [value.quantised(storage, format, dtype, options.axes) for value, storage, dtype in read],
         operands[0].half,
         parameters=[i in step.parameters for i in (0, 1)],
-        cotangents=format.cotangents[options.cotangents],
+        cotangents=cotangents_of(format, options),
         half_gradients=options.weight_gradients == "half",
         axes=options.axes,
         backward=backward,

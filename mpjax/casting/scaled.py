@@ -1,4 +1,4 @@
-"""Matmuls in a format with scales (float8): the options, which matmuls run in it, and why others don't."""
+"""Matmuls in a format with scales (float8, MXFP8): the options, which matmuls run in it, and why others don't."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Cotangents = Literal["e5m2", "e4m3"]
 WeightGradients = Literal["float8", "half"]
 
 
-def check_choices(options: Any, choices: Mapping[str, Sequence[str]]) -> None:
+def check_choices(options: Any, choices: Mapping[str, Sequence[str | None]]) -> None:
     """Raises a `ValueError` if a field of options has none of its values."""
     for name, values in choices.items():
         if (value := getattr(options, name)) not in values:
@@ -28,15 +28,16 @@ def check_choices(options: Any, choices: Mapping[str, Sequence[str]]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Float8:
-    """The options of float8 matmuls (experimental): `Rules(float8=Float8(...))`, under the policy `"mixed_float8"`.
+    """The options of float8 matmuls (experimental), `Rules(float8=...)`, for policies with float8 matmuls.
 
     Args:
-        cotangents: `"e5m2"` has the wider range, `"e4m3"` one more bit of mantissa.
+        cotangents: `"e5m2"` has the wider range, `"e4m3"` one more bit of mantissa. None is `"e5m2"` with one scale for
+            each tensor, and `"e4m3"` with scales for blocks.
         min_size: A matmul of K inputs and N outputs stays in the compute dtype if K is at most the first of these sizes
             and N at most the second: quantising would cost more than the matmul saves. `(0, 0)` takes all sizes.
         weight_gradients: `"half"` computes the gradients of parameters from half operands.
         axis_name: The axes of a `shard_map` over which scales are the same. By default, each device has its own.
-            Under `jit`, a scale is always that of the whole array.
+            Under `jit`, a scale is always that of the whole array. Not for `"mixed_mxfp8"`, whose blocks are local.
         allow: Patterns of module paths whose matmuls run in float8 whatever their size and place.
         deny: Patterns of module paths whose matmuls stay in the compute dtype. `allow` takes precedence.
 
@@ -45,13 +46,13 @@ class Float8:
 
     Example:
         >>> import mpjax
-        >>> mpjax.Float8(min_size=(1024, 1024)).cotangents
-        'e5m2'
+        >>> mpjax.Float8(min_size=(1024, 1024)).weight_gradients
+        'float8'
 
     Source: the default sizes are those of torchao's filter for tensor-wise scaling.
     """
 
-    cotangents: Cotangents = "e5m2"
+    cotangents: Cotangents | None = None
     min_size: tuple[int, int] = (4096, 1024)
     weight_gradients: WeightGradients = "float8"
     axis_name: str | Sequence[str] = ()  # a tuple from `__post_init__` on, as are the patterns
@@ -59,7 +60,9 @@ class Float8:
     deny: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        check_choices(self, {"cotangents": get_args(Cotangents), "weight_gradients": get_args(WeightGradients)})
+        check_choices(
+            self, {"cotangents": (None, *get_args(Cotangents)), "weight_gradients": get_args(WeightGradients)}
+        )
         sizes = self.min_size
         if not (isinstance(sizes, tuple) and len(sizes) == 2 and all(isinstance(n, int) and n >= 0 for n in sizes)):
             raise ValueError(f"Float8(min_size={sizes!r}): give two sizes (K, N), such as (4096, 1024) or (0, 0).")
@@ -139,9 +142,15 @@ def decide(
         why = f"rule {entry!r}"
     if not why and entry is None:
         why = _why_not(eqn, parameters, followed, backward, setting)
-    activation = format.cotangents[options.cotangents] if backward and sum(map(bool, parameters)) == 1 else format.dtype
+    activation = cotangents_of(format, options) if backward and sum(map(bool, parameters)) == 1 else format.dtype
     dtypes = () if why else tuple(format.dtype if parameter else activation for parameter in parameters)
     return Decision(format, dtypes, why, entry, backward, options)
+
+
+def cotangents_of(format: Format, options: Float8) -> np.dtype:
+    """The dtype of cotangents in a format."""
+    name: str = options.cotangents or next(iter(format.cotangents))
+    return format.cotangents[name]
 
 
 def _never(eqn: Any, parameters: Sequence[bool | None], format: Format) -> str:

@@ -43,7 +43,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from mpjax.kernels import weight_gradients
+from mpjax.kernels import block_scaled, weight_gradients
 from mpjax.kernels.derivatives import define, set_derivative, set_identity, set_no_derivative
 from mpjax.program import compat
 from mpjax.program.formats import E4M3, E5M2
@@ -425,10 +425,13 @@ set_derivative(tangent, _tangent_of_tangent, None, _tangent_transpose)
 
 
 class Scaling(NamedTuple):
-    """A way of scaling: `quantise(x, dtype, axes)` makes an operand, and `matmul` multiplies two of them."""
+    """A way of scaling: `operand(x, dtype, axes)` makes an operand, and `matmul` multiplies two of them."""
 
-    quantise: Callable[..., Operand]
+    operand: Callable[..., Any]
     matmul: Callable[..., Any]
 
 
-SCALINGS = {"tensor": Scaling(quantised, matmul)}
+SCALINGS = {
+    "tensor": Scaling(quantised, matmul),
+    "block": Scaling(block_scaled.operand, block_scaled.multiply),
+}

@@ -171,6 +171,7 @@ runtime_version {{ major: 12 minor: 9 patch: 0 }}
 gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} }}
   driver_version: "12.9.0"
+  dnn_version: "9.12.0"
   runtime_version: "12.9.0"
   compile_time_toolkit_version: "12.9.0"
   core_count: {cores}

@@ -38,7 +38,7 @@ _COPIES = {
     "dynamic-slice-start": (0, -2),
     "dynamic-update-slice-start": (0, 1),
 }
-_FLOAT8 = 'custom_call_target="__cublas$lt$matmul$f8"'
+FLOAT8_CALLS = re.compile(r'custom_call_target="__(cublas\$lt\$matmul\$f8|cudnn\$blockScaledDot)"')
 HALF = frozenset({"f16", "bf16"})
 LAUNCH = 3e-6  # seconds, of a GPU. The kernels of a TPU are one program.
 _NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
@@ -82,7 +82,7 @@ def summary(text: str, device: Device, launch: float = LAUNCH) -> dict[str, Any]
         "least_seconds": sum(k.times * _least_seconds(k, instructions[k.name], device, launch) for k in launched),
         "compiled_matmuls": len(matmuls),
         "half_matmuls": sum(bool(found.dtypes) and found.dtypes <= HALF for found in matmuls),
-        "float8_matmuls": text.count(_FLOAT8),
+        "float8_matmuls": len(FLOAT8_CALLS.findall(text)),
         "float32_matmuls": sum("f32" in found.dtypes for found in matmuls),
     }
 

@@ -206,6 +206,16 @@ def platform() -> str:
     return default if isinstance(default, str) else default.platform
 
 
+def device() -> Any:
+    """The device for which a program is traced: that of the mesh in context, of which only the kind may be known."""
+    return get_abstract_mesh().abstract_device or jax.devices()[0]
+
+
+def lowers_for_devices(primitive: Any) -> None:
+    """Says that the lowering of a primitive asks for the devices, as JAX's partitioned custom calls do."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
 def is_partitioned() -> bool:
     """Whether XLA may split the program over devices: outside of `shard_map`, by a mesh or by sharded arguments."""
     mesh = get_abstract_mesh()
@@ -755,6 +765,11 @@ def explicit_cotangent_sharding(
     known = (*operands[:which], *operands[which + 1 :])
     sharding: NamedSharding = trace(cotangent, ct, *known).out_avals[0].sharding
     return sharding
+
+
+def has_explicit_axes(x: Any) -> bool:
+    """Whether an array is on a mesh with explicit axes."""
+    return bool(jax.typeof(x).sharding.mesh._any_axis_explicit)
 
 
 def transposed(sharding: NamedSharding | None, order: Sequence[int]) -> NamedSharding | None:

@@ -1,4 +1,4 @@
-"""The formats in which matmuls read their operands, one object each: float16, bfloat16 and float8.
+"""The formats in which matmuls read their operands, one object each: float16, bfloat16, float8 and MXFP8.
 
 To add a format, add an object to `FORMATS`. A new way of scaling also needs its primitives, a row of `SCALINGS` in
 `mpjax/kernels/scaled_matmul.py`. Policies, plans, the rewriting and reports know a format by its object only.
@@ -29,7 +29,8 @@ class Format:
         slow_on: `slow_on(device)` is a sentence about a device without units for it, with the remedy; empty if it has
             them.
         compute: For a format with scales, the compute dtype that holds the results; empty for a compute dtype itself.
-        scaling: How operands are scaled: `"tensor"` by one number for each array; empty for a format without scales.
+        scaling: How operands are scaled: `"tensor"` by one number for each array, `"block"` by one for each block along
+            the contraction; empty for a format without scales.
         cotangents: The dtypes that cotangents may have, by the names of options; the first is the default.
         multiple: A scaled matmul needs sizes that are multiples of this number.
     """
@@ -49,6 +50,16 @@ class Format:
         return bool(self.scaling)
 
     @property
+    def shares_copies(self) -> bool:
+        """Whether all matmuls that read an array read the same copy, whatever they contract."""
+        return self.scaling == "tensor"
+
+    @property
+    def in_policies(self) -> Any:
+        """How a policy holds it: by its dtype, or by its name if another format has that dtype."""
+        return self.dtype if format_of(self.dtype) is self else self.name
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names that a policy accepts."""
         return self.name, self.short, self.dtype.name
@@ -65,7 +76,7 @@ def _float16_slow_on(device: Any) -> str:
 
 def _capability(device: Any) -> str:
     """The compute capability of a GPU, such as `9.0` or `gfx942`; empty for other devices."""
-    on_gpu = device.platform in ("gpu", "cuda", "rocm")
+    on_gpu = getattr(device, "platform", "") in ("gpu", "cuda", "rocm")
     return str(getattr(device, "compute_capability", "") or "") if on_gpu else ""
 
 
@@ -101,26 +112,49 @@ def _float8_slow_on(device: Any) -> str:
     )
 
 
+_MXFP8_GPUS = ("B100", "B200", "B300")  # also as GB200 and GB300; the kind alone describes a device that is not present
+
+
+def multiplies_blocks(device: Any) -> bool:
+    """Whether a device multiplies operands in MXFP8 itself: GPUs of compute capability 10."""
+    return _capability(device).startswith("10.") or device.device_kind.endswith(_MXFP8_GPUS)
+
+
+def _mxfp8_slow_on(device: Any) -> str:
+    if multiplies_blocks(device):
+        return ""
+    return (
+        f"{device.device_kind} is not known to multiply MXFP8 (NVIDIA's B200 and B300 do). Operands of its matmuls are "
+        "rounded to it and widened there, which is slow: use policy='mixed_bfloat16' for speed."
+    )
+
+
 FLOAT16 = Format("float16", "f16", np.dtype(jnp.float16), _float16_slow_on)
 BFLOAT16 = Format("bfloat16", "bf16", np.dtype(jnp.bfloat16), _bfloat16_slow_on)
 FLOAT8 = Format(
     "float8", "f8", E4M3, _float8_slow_on, compute="bfloat16", scaling="tensor",
     cotangents={"e5m2": E5M2, "e4m3": E4M3}, multiple=16,
 )  # fmt: skip
-FORMATS = (FLOAT16, BFLOAT16, FLOAT8)
+MXFP8 = Format(
+    "mxfp8", "mx8", E4M3, _mxfp8_slow_on, compute="bfloat16", scaling="block",
+    cotangents={"e4m3": E4M3, "e5m2": E5M2}, multiple=32,
+)  # fmt: skip
+FORMATS = (FLOAT16, BFLOAT16, FLOAT8, MXFP8)
 HALF_DTYPES = frozenset(format.dtype for format in FORMATS if not format.is_scaled)
 NAMES = tuple(format.name for format in FORMATS)  # how the names of their dtypes begin
 SCALED = {format.name: format for format in FORMATS if format.is_scaled}
 
 
 def format_of(dtype: Any) -> Format | None:
-    """The format whose operands have a dtype; None for a dtype without one, or for None.
+    """The format of operands with a dtype, or with a name; None for a dtype without one, or for None.
 
     Example:
-        >>> format_of("bfloat16").name, format_of("float32")
-        ('bfloat16', None)
+        >>> format_of("bfloat16").name, format_of("mxfp8").name, format_of("float32")
+        ('bfloat16', 'mxfp8', None)
     """
-    return None if dtype is None else next((each for each in FORMATS if each.dtype == dtype), None)
+    if dtype is None:
+        return None
+    return next((each for each in FORMATS if dtype in (each.name, each.dtype)), None)
 
 
 def is_narrow(dtype: Any) -> bool:

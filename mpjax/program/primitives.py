@@ -106,6 +106,7 @@ class Primitive(NamedTuple):
         communicates: May send elements to other devices, which takes half the time in half.
         attends: The matmuls of scores by features in an attention, if it is one.
         heads: The matmuls of rows by a vocabulary in a loss, if it is one.
+        contracts: Contracts two operands as `dot_general` does, with the same dimension numbers.
         some_versions: Not in every supported JAX version.
     """
 
@@ -147,6 +148,7 @@ class Primitive(NamedTuple):
     communicates: bool = False
     attends: str = ""
     heads: str = ""
+    contracts: bool = False
     some_versions: bool = False
 
     @property
@@ -260,11 +262,11 @@ def matmul_flops(eqn: Any) -> int:
     if count := primitive(name).heads:
         (rows, width), (_, vocabulary) = (v.aval.shape for v in eqn.invars[:2])
         return 2 * int(count) * rows * width * vocabulary
-    if name not in MATMULS or is_product(eqn):
+    if not (name in MATMULS or primitive(name).contracts) or is_product(eqn):
         return 0
     lhs, rhs = (v.aval for v in eqn.invars[:2])
     out = math.prod(eqn.outvars[0].aval.shape)
-    if name == "dot_general":
+    if name == "dot_general" or primitive(name).contracts:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return 2 * out * math.prod(lhs.shape[d] for d in contracted)
     if name == "conv_general_dilated":

@@ -109,7 +109,7 @@ class Case:
     Args:
         source: The program, a definition of `program(w, x, b, s, n)`.
         transform: One of `TRANSFORMS`.
-        dtype: "float16", "bfloat16" or "float8", whose half dtype is bfloat16.
+        dtype: "float16", "bfloat16", or "float8" and "mxfp8", whose half dtype is bfloat16.
         rules: One of `RULES`.
         features: The program's higher-order statements.
         explicit: Whether its arrays have explicit shardings.
@@ -151,6 +151,11 @@ class Case:
         return space["program"]
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether its matmuls run in a format with scales."""
+        return self.dtype in ("float8", "mxfp8")
+
+    @property
     def half(self) -> Any:
         """The half dtype."""
         return mpjax.get_policy(f"mixed_{self.dtype}").compute_dtype
@@ -158,7 +163,7 @@ class Case:
     def cast(self, fun: Function) -> Function:
         """The caster under test."""
         rules = RULES[self.rules]
-        if self.dtype == "float8":
+        if self.is_scaled:
             rules = dataclasses.replace(rules, float8=mpjax.Float8(allow=("*",), **FLOAT8.get(self.rules, {})))
         return mpjax.autocast(fun, f"mixed_{self.dtype}", rules=rules)
 
@@ -176,6 +181,7 @@ def _case(index: Index, dtype: str | None) -> Case:
     transform = tuple(TRANSFORMS)[index(len(TRANSFORMS))]
     rules = ("default", "default", "default", "full", "conservative", "half")[index(6)]
     dtype = dtype or ("float16", "bfloat16", "float8")[index(3)]
+    dtype = "mxfp8" if dtype == "float8" and index(2) else dtype
     explicit = index(5) == 4
     budget = (4, 6, 8, 12)[index(4)]
     writer = Writer(index, transform in REVERSE, transform in FORWARD, explicit, budget)

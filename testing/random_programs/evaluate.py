@@ -571,6 +571,25 @@ def _float8_tangent(eqn: Any, *args: Array) -> Array:
     return out
 
 
+def _mxfp8_matmul(eqn: Any, *pair: Array) -> Array:
+    """The matmul of operands that are rounded to blocks of 32 along the contraction."""
+    numbers, dtypes = eqn.params["dimension_numbers"], eqn.params["dtypes"]
+    return _dot_general(eqn, *map(_in_blocks, pair, dtypes, numbers[0]))
+
+
+def _in_blocks(x: Array, dtype: Any, contracted: Sequence[int]) -> Array:
+    last = range(-len(contracted), 0)
+    moved = np.moveaxis(x, contracted, last)
+    flat = moved.reshape(*moved.shape[: x.ndim - len(contracted)], -1)
+    blocks = np.pad(flat, [(0, 0)] * (flat.ndim - 1) + [(0, -flat.shape[-1] % 32)])
+    blocks = blocks.reshape(*flat.shape[:-1], -1, 32)
+    largest = np.abs(blocks).max(-1, keepdims=True, initial=0.0)
+    _, exponent = np.frexp(largest / float(jnp.finfo(dtype).max) * 1.4999 / 1.5)
+    scale = np.where(np.isfinite(largest), np.maximum(np.ldexp(1.0, exponent), 2.0**-126), np.nan)
+    back = (as_typed(blocks / scale, dtype) * scale).reshape(*flat.shape[:-1], -1)[..., : flat.shape[-1]]
+    return np.moveaxis(back.reshape(moved.shape), last, contracted)
+
+
 _WITH_E4M3 = types.SimpleNamespace(params={"dtype": np.dtype(jnp.float8_e4m3fn)})
 
 
@@ -778,6 +797,7 @@ _RULES.update(
         "float8_rescale": lambda eqn, x, scale: x * scale,
         "float8_result": lambda eqn, out, *operands: out,
         "float8_tangent": _float8_tangent,
+        "mxfp8_matmul": _mxfp8_matmul,
         "conv_general_dilated": numpy_rules.convolution,
         "gather": numpy_rules.gather,
         **dict.fromkeys(("scatter-add", "scatter_add"), _scatter_add),

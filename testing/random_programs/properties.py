@@ -43,7 +43,7 @@ _ADDED_BY_AUTOCAST = frozenset(
     stop_gradient optimization_barrier device_put expand_dims split unstack iota argmax argmin eq ne lt le gt ge
     eq_to lt_to le_to is_finite pvary pcast reduce_or custom_lin select_n mul sharding_constraint concatenate
     reshard reduce_window_max reduce_window_min detached straight_through aligned matmul_result matmul_tangent
-    float8_scale float8_quantise float8_rescale float8_result float8_tangent unfused""".split()
+    float8_scale float8_quantise float8_rescale float8_result float8_tangent mxfp8_matmul unfused""".split()
 )
 
 
@@ -220,7 +220,7 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
     # them on widened operands.
     widened = _widened(found.jaxpr) if case.explicit and case.half == jnp.bfloat16 else set()
     # A batch over explicit axes has no float8 derivative, and that in half is on widened operands too.
-    emulated = case.explicit and case.dtype == "float8" and "vmap" in case.transform
+    emulated = case.explicit and case.is_scaled and "vmap" in case.transform
     # Off GPUs, JAX's attention without a kernel has no float16. The plan is bfloat16's, which is checked.
     in_full = case.rules == "fused" and case.half == jnp.float16
     # A solve runs as traced, and so does JAX's derivative of it, which applies its operator outside of it.
@@ -347,11 +347,14 @@ def _runs(found: Iterator[Equation], plain: Traced) -> collections.Counter[Any]:
     known |= {"add", "add_any"} if known & {"add", "add_any"} else set()
     runs: collections.Counter[Any] = collections.Counter()
     for e in found:
-        floats = _floats(e.eqn.invars)
+        # A block-scaled matmul quantises its operands itself.
+        blocks = e.name == "mxfp8_matmul"
+        name = "dot_general" if blocks else e.name
+        floats = [dtype.name for dtype in e.eqn.params["dtypes"]] if blocks else _floats(e.eqn.invars)
         if e.name == "gather" and e.eqn.params["unique_indices"]:  # a slice under vmap
             continue
-        if e.times and (floats or _floats(e.eqn.outvars)) and e.name in known and not inner_jaxprs(e.eqn):
-            runs[_sum_name(e.name), tuple(sorted(set(floats)))] += e.times
+        if e.times and (floats or _floats(e.eqn.outvars)) and name in known and not inner_jaxprs(e.eqn):
+            runs[_sum_name(name), tuple(sorted(set(floats)))] += e.times
     return runs
 
 
@@ -381,7 +384,7 @@ def check_values(case: Case, subject: Subject, found: Traced) -> str:
 
     def draw(seed: int, store_inputs: Any = None) -> Any:
         rng = np.random.default_rng(seed)
-        casts = float8_casts(rng) if case.dtype == "float8" else None
+        casts = float8_casts(rng) if case.is_scaled else None
         return evaluate(plain, args, rounded(half, rng), store_inputs, casts)
 
     try:
@@ -437,7 +440,7 @@ def check_against_casts_by_hand(case: Case, subject: Subject, found: Traced) -> 
     loop doesn't run.
     """
     regions = any(feature.startswith("@") for feature in case.features)
-    if case.rules != "default" or case.dtype == "float8" or case.explicit or regions:
+    if case.rules != "default" or case.is_scaled or case.explicit or regions:
         return
 
     def by_hand(seed: int) -> Any:

@@ -1,4 +1,4 @@
-"""Float8 matmuls: which run in it, how exact they are, and the transformations that they work under."""
+"""Float8 matmuls, scaled by tensor or by block: which run, how exact they are, and under which transformations."""
 
 import dataclasses
 import types
@@ -16,7 +16,11 @@ from mpjax.kernels.scaled_matmul import quantised
 from mpjax.program.formats import FLOAT8
 from testing.random_programs.evaluate import in_numpy
 
-pytestmark = pytest.mark.filterwarnings("ignore:autocast. cpu is not known to have float8")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:autocast. cpu is not known to have float8"),
+    pytest.mark.filterwarnings("ignore:autocast. cpu is not known to multiply MXFP8"),
+]
+either = pytest.mark.parametrize("policy", ["mixed_float8", "mixed_mxfp8"])
 
 WIDTH = 32
 RULES = Rules(float8=Float8(min_size=(0, 0)))
@@ -31,7 +35,7 @@ def params_of(layers=3):
     return [jax.random.normal(key, (WIDTH, WIDTH)) / np.sqrt(WIDTH) for key in keys]
 
 
-X = jax.random.normal(jax.random.key(9), (4, 16, WIDTH))
+X = jax.random.normal(jax.random.key(9), (4, 32, WIDTH))
 
 
 def mlp(params, x):
@@ -75,25 +79,29 @@ def rows(fun, *args):
     return [row for row in mpjax.explain(fun, *args).rows if row.op in ("dot_general", "conv_general_dilated")]
 
 
+@either
 @pytest.mark.parametrize(
     ("loss", "rules"),
     [(mlp, RULES), (scanned, RULES), (mlp, options(cotangents="e4m3")), (mlp, options(weight_gradients="half"))],
 )
-def test_compiled_gradients_are_close_to_float32(loss, rules):
+def test_compiled_gradients_are_close_to_float32(policy, loss, rules):
     params = params_of()
-    found = jax.jit(jax.grad(float8(loss, rules)))(params, X)
+    found = jax.jit(jax.grad(float8(loss, rules, policy)))(params, X)
     assert 1e-4 < error(found, jax.grad(loss)(params, X)) <= 0.15  # The lower bound fails if nothing is in float8.
     assert all(leaf.dtype == jnp.float32 for leaf in found)
 
 
-def test_the_matmuls_of_a_parameter_and_an_activation_run_in_float8():
-    first, middle, last = rows(float8(mlp), params_of(), X)
+@either
+def test_the_matmuls_of_a_parameter_and_an_activation_run_in_float8(policy):
+    first, middle, last = rows(float8(mlp, RULES, policy), params_of(), X)
     assert middle.dtypes_in == ("float8_e4m3fn", "float8_e4m3fn")
     assert middle.dtypes_out == ("bfloat16",)
     assert first.dtypes_in == last.dtypes_in == ("bfloat16", "bfloat16")
     assert "arguments" in first.why
     assert "no matmul follows" in last.why
-    assert any("both operands are activations" in row.why for row in rows(float8(attention), params_of(4), X))
+    assert any(
+        "both operands are activations" in row.why for row in rows(float8(attention, RULES, policy), params_of(4), X)
+    )
 
 
 def test_both_matmuls_of_the_gradient_run_in_float8():
@@ -159,34 +167,41 @@ def test_a_pattern_that_matches_nothing_is_reported():
         float8(mlp, options(deny=["*/layre"]))(params_of(), X)
 
 
+@either
 @pytest.mark.parametrize("fill", [0.0, 1e-30, 1e30])
-def test_no_nan_on_extreme_inputs(fill):
+def test_no_nan_on_extreme_inputs(policy, fill):
     x = jnp.full_like(X, fill).at[0, 0, 0].multiply(3.0)
 
     def loss(params, x):
         x = x @ params[0]
         return jnp.sum((x @ params[1]) @ params[2]) * (1 / fill if fill else 1.0)
 
-    found = in_numpy(jax.grad(float8(loss)))(params_of(), x)
+    found = in_numpy(jax.grad(float8(loss, RULES, policy)))(params_of(), x)
     assert all(np.isfinite(leaf).all() for leaf in found)
     if fill:
         assert error(found, in_numpy(jax.grad(loss))(params_of(), x)) < 0.15
 
 
-def test_outliers_leave_the_gradient_close():
+@either
+def test_outliers_leave_the_gradient_close(policy):
     x = X.at[0, 0, :4].multiply(100)
-    assert error(in_numpy(jax.grad(float8(mlp)))(params_of(), x), in_numpy(jax.grad(mlp))(params_of(), x)) < 0.15
+    assert (
+        error(in_numpy(jax.grad(float8(mlp, RULES, policy)))(params_of(), x), in_numpy(jax.grad(mlp))(params_of(), x))
+        < 0.15
+    )
 
 
+@either
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-def test_non_finite_values_stay_non_finite(bad):
+def test_non_finite_values_stay_non_finite(policy, bad):
     w0, *rest = params_of()
-    assert not np.isfinite(in_numpy(float8(mlp))([w0, rest[0].at[0, 0].set(bad), rest[1]], X))
+    assert not np.isfinite(in_numpy(float8(mlp, RULES, policy))([w0, rest[0].at[0, 0].set(bad), rest[1]], X))
 
 
-def test_gradients_of_a_scaled_loss_are_bitwise_equal():
-    plain = jax.grad(float8(mlp))(params_of(), X)
-    scaled = jax.grad(float8(lambda *args: mlp(*args) * 2.0**12))(params_of(), X)
+@either
+def test_gradients_of_a_scaled_loss_are_bitwise_equal(policy):
+    plain = jax.grad(float8(mlp, RULES, policy))(params_of(), X)
+    scaled = jax.grad(float8(lambda *args: mlp(*args) * 2.0**12, RULES, policy))(params_of(), X)
     for a, b in zip(plain, scaled, strict=True):
         np.testing.assert_array_equal(a * 2.0**12, b)
 
@@ -209,9 +224,12 @@ TRANSFORMED = {
 }
 
 
+@either
 @pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED)
-def test_every_transformation(transformed):
-    found, expected = (in_numpy(lambda p, f=f: transformed(f, p))(params_of()) for f in (float8(mlp), mlp))
+def test_every_transformation(policy, transformed):
+    found, expected = (
+        in_numpy(lambda p, f=f: transformed(f, p))(params_of()) for f in (float8(mlp, RULES, policy), mlp)
+    )
     assert 1e-4 < error(found, expected) < 0.2
 
 
@@ -255,28 +273,32 @@ def test_backward_matmuls_accumulate_all_bits():
         assert found == {False: {False}, True: {True}}, "only matmuls of a cotangent are precise, and all of them"
 
 
+@either
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_jit_over_a_mesh(kind):
+def test_jit_over_a_mesh(policy, kind):
     count = jax.device_count()
     mesh = jax.make_mesh((count,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.concatenate([X] * count), jax.NamedSharding(mesh, P("data")))
         params = jax.device_put(params_of(), jax.NamedSharding(mesh, P(None)))
-        found = jax.jit(jax.grad(float8(mlp)))(params, x)
+        found = jax.jit(jax.grad(float8(mlp, RULES, policy)))(params, x)
     assert error(jax.device_get(found), jax.grad(mlp)(params_of(), X)) < 0.15
 
 
-def test_autocast_of_a_gradient():
+@either
+def test_autocast_of_a_gradient(policy):
     params = params_of()
-    fun = float8(jax.grad(mlp))
+    fun = float8(jax.grad(mlp), RULES, policy)
     assert error(in_numpy(fun)(params, X), in_numpy(jax.grad(mlp))(params, X)) < 0.15
     found = {row.dtypes_in for row in rows(fun, params, X)}
-    assert ("float8_e5m2", "float8_e4m3fn") in found
+    cotangents = {"mixed_float8": "float8_e5m2", "mixed_mxfp8": "float8_e4m3fn"}[policy]
+    assert (cotangents, "float8_e4m3fn") in found
     assert any("a weight gradient" in row.why for row in rows(fun, params, X))
 
 
+@either
 @pytest.mark.parametrize("transform", [lambda f: f, lambda f: jax.vmap(f, (None, 0))], ids=["plain", "vmap"])
-def test_the_matmuls_of_a_jvp_rule_are_transposed(transform):
+def test_the_matmuls_of_a_jvp_rule_are_transposed(policy, transform):
     @jax.custom_jvp
     def matmul(w, x):
         return x @ w
@@ -290,7 +312,7 @@ def test_the_matmuls_of_a_jvp_rule_are_transposed(transform):
         return jnp.sum(jnp.sin(transform(matmul)(w, jnp.tanh(x @ w))))
 
     w = params_of(1)[0]
-    found, expected = (in_numpy(jax.grad(f))(w, X) for f in (float8(loss, options(allow=["*"])), loss))
+    found, expected = (in_numpy(jax.grad(f))(w, X) for f in (float8(loss, options(allow=["*"]), policy), loss))
     assert error(found, expected) < 0.15
 
 

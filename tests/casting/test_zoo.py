@@ -47,6 +47,11 @@ def float8(fun, policy):
     return autocast(fun, "mixed_float8", rules=Rules(float8=Float8(allow=("*",))))
 
 
+def mxfp8(fun, policy):
+    """The same of "mixed_mxfp8"."""
+    return autocast(fun, "mixed_mxfp8", rules=Rules(float8=Float8(allow=("*",))))
+
+
 def _transformed():
     """Programs and transformations: each program under a few, each transformation of many programs.
 
@@ -91,9 +96,10 @@ def test_gradients_are_as_close_as_careful_casts_by_hand(name, dtype):
     assert evaluated.gradient_error(name, autocast, dtype) <= 2.0 * evaluated.error_by_hand(name, dtype)
 
 
-@pytest.mark.filterwarnings("ignore:autocast. cpu is not known to have float8")
+@pytest.mark.filterwarnings("ignore:autocast. cpu is not known to")
+@pytest.mark.parametrize("float8", [float8, mxfp8])
 @pytest.mark.parametrize("name", [name for name in REGISTRY if name not in WITHOUT_FLOAT8])
-def test_float8_matmuls_of_all_programs(name):
+def test_float8_matmuls_of_all_programs(name, float8):
     found, expected = (harness.structure(name, "plain", caster, "bfloat16") for caster in (float8, harness.identity))
     assert jax.tree.leaves(found.outputs) == jax.tree.leaves(expected.outputs)
     assert found.half_share == 1.0

@@ -152,7 +152,7 @@ def _scaled_parameters(plan: Plan) -> Copies:
     """The inputs of a plan that its matmuls read with scales as parameters. A remat would quantise them twice."""
     read: dict[tuple[Any, Format], None] = {}
     for step in plan.eqns:
-        if isinstance(step, Step) and step.scaled is not None and step.scaled.dtypes:
+        if isinstance(step, Step) and step.scaled is not None and step.is_scaled and step.scaled.format.shares_copies:
             read |= {(step.eqn.invars[i], step.scaled.format): None for i in step.parameters}
         elif isinstance(step, Step) and isinstance(step.inner, Inner):
             read |= {(step.eqn.invars[i], format): None for i, format in step.inner.copies}

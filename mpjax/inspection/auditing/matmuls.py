@@ -144,7 +144,8 @@ def _row(site: Site) -> Matmul:
         phase=site.phase,
         lhs=lhs.shape,
         rhs=rhs.shape,
-        dtypes=(lhs.dtype.name, multiplied.dtype.name),
+        # A block-scaled matmul quantises its operands itself.
+        dtypes=tuple(x.name for x in site.eqn.params.get("dtypes", (lhs.dtype, multiplied.dtype))),
         out_dtype=site.eqn.outvars[0].aval.dtype.name,
         count=0,
         flops=0,
@@ -166,7 +167,7 @@ def _dimensions(site: Site) -> dict[str, int]:
     lhs, rhs, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
     if primitive(site.name).attends:  # The product of queries and keys [batch, tokens, heads, features].
         return {"M": lhs[1], "N": rhs[1], "K": lhs[3]}
-    if site.name == "dot_general":
+    if site.name == "dot_general" or primitive(site.name).contracts:
         (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
         k, b = math.prod(lhs[d] for d in contracted), math.prod(lhs[d] for d in batch)
         return {"M": math.prod(lhs) // max(b * k, 1), "N": math.prod(rhs) // max(b * k, 1), "K": k}

@@ -108,9 +108,9 @@ class _Analysis:
         if primitive(name).moves or primitive(name).whole:
             self._note_half(place, frozenset[int]().union(*(producers.near for producers in given)))
             return [given[min(i, len(given) - 1)] if given else _Producers() for i in range(len(eqn.outvars))]
-        if name in MATMULS:
+        if name in MATMULS or primitive(name).contracts:
             self.found.update(*(producers.near for producers in given))
-        if name in (*MATMULS, "float8_rescale") and not in_units_of_scales(eqn):
+        if (name in (*MATMULS, "float8_rescale") or primitive(name).contracts) and not in_units_of_scales(eqn):
             self.found.add(place.number)
         self._mark_module_outputs(place, given)
         own = frozenset({place.number})
