@@ -9,7 +9,7 @@ The derivative passes through the quantisation as if it were the identity. Eleme
 Scales are rounded up, so the largest element of a block is not clipped. The gradient of a float32 parameter leaves its
 matmul in float32.
 
-GPUs of compute capability 10 multiply blocks themselves (cuDNN, through `jax.nn.scaled_matmul`). Any other device, and
+GPUs of compute capability 10 multiply blocks themselves (`block_dot`). Any other device, and
 a mesh with explicit axes, gets the same numbers, widened: an element times a power of two is exact in bfloat16.
 
 Source: "OCP Microscaling Formats (MX)", 2023; scales that are rounded up and e4m3 for cotangents: Mishra et al.,
@@ -32,13 +32,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 from mpjax.kernels import weight_gradients
+from mpjax.kernels.block_dot import block_dot
 from mpjax.kernels.derivatives import define, set_derivative
 from mpjax.program import compat
 from mpjax.program.formats import E4M3, multiplies_blocks
 
 BLOCK = 32
 _LEAST = np.float32(2.0**-126)  # the least normal float32
-_EXPONENTS = np.dtype(jnp.float8_e8m0fnu)  # a dtype of powers of two
 
 matmul = Primitive("mxfp8_matmul")
 vars(matmul)["in_float32"] = lambda a, b, **params: lax.dot_general(a, b, **_dims(params))
@@ -131,8 +131,7 @@ def _impl(
     sides = [_Side.of(*each) for each in zip((a, b), dtypes, *numbers, strict=True)]
     if native:
         (q, of_q), (p, of_p) = (side.matrices(in_rows) for side in sides)
-        of_q, of_p = of_q.astype(_EXPONENTS), of_p.astype(_EXPONENTS)
-        out = jax.nn.scaled_matmul(q, p, of_q, of_p, preferred_element_type=result)
+        out = block_dot(q, p, of_q, of_p, result)
         return out.reshape(*(a.shape[d] for d in numbers[1][0]), *(n for side in sides for n in side.free))
     wide = [side.widened(params["half"]) for side in sides]
     if compat.contracts_rows(params["half"]):

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax import Float8, Rules
-from mpjax.kernels import block_scaled
+from mpjax.kernels import block_dot, block_scaled
 from mpjax.kernels.block_scaled import E4M3, multiply, operand
 from mpjax.program import compat
 from mpjax.program.formats import MXFP8, multiplies_blocks
@@ -93,6 +95,46 @@ def test_a_block_that_is_not_finite_is_nan_and_no_other(bad):
     back = np.float32(elements).reshape(2, 2, 32) * np.float32(scales)[..., None]
     assert np.isnan(back).all(-1).tolist() == [[True, False], [False, False]]
     assert np.isfinite(back).all(-1).tolist() == [[False, True], [True, True]]
+
+
+SPLITS = [
+    ("data parallel", P(None, "x", None), P(None, None, None), P(None, "x", None)),
+    ("its weight gradient, scattered", P(None, None, "x"), P(None, None, "x"), P(None, "x", None)),
+    ("scattered over the other rows", P(None, None, "x"), P(None, None, "x"), P(None, None, "x")),
+    ("its weight gradient, summed", P(None, None, "x"), P(None, None, "x"), P()),
+    ("rows of both", P(None, "x", None), P(None, "y", None), P(None, "x", "y")),
+    ("rows of both by one axis", P(None, "x", None), P(None, "x", None), P(None, "x", None)),
+    ("a batch", P("x", None, None), P("x", None, None), P("x", None, None)),
+    ("one operand's contraction", P(None, None, "x"), P(None, None, None), P()),
+    ("two axes", P(None, "y", "x"), P(None, None, "x"), P(None, "y", None)),
+    ("both axes of the contraction", P(None, None, ("x", "y")), P(None, None, ("x", "y")), P()),
+]
+
+
+@pytest.mark.parametrize("blocks", [8, 2])  # 2 blocks are not split over 4 devices
+@pytest.mark.parametrize(("left", "right", "out"), [each[1:] for each in SPLITS], ids=[each[0] for each in SPLITS])
+def test_a_matmul_split_over_devices_is_the_same(monkeypatch, left, right, out, blocks):
+    def product(a, b, of_a, of_b, result):
+        assert a.shape[2] == 32 * of_a.shape[2]  # whole blocks on each device
+        wide = [x.astype(np.float32) * jnp.repeat(s, 32, axis=2) for x, s in ((a, of_a), (b, of_b))]
+        return jnp.einsum("bmk,bnk->bmn", *wide).astype(result)
+
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    monkeypatch.setattr(block_dot, "_local", product)
+    split = custom_partitioning(product, static_argnums=(4,))
+    split.def_partition(**block_dot.PARTITIONING)
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, y = (jax.random.normal(key, (2, 8, 32 * blocks)) for key in keys)
+    pairs = [block_scaled.quantised(each, E4M3) for each in (x, y)]
+    given = [
+        jax.device_put(each, jax.NamedSharding(mesh, spec if each.shape[2] % 4 == 0 or n == 0 else P()))
+        for n in (0, 1)
+        for each, spec in zip([pair[n] for pair in pairs], (left, right), strict=True)
+    ]
+    run = jax.jit(split, static_argnums=4, out_shardings=jax.NamedSharding(mesh, out))
+    found = run(*given, np.dtype(np.float32))
+    expected = product(*(pair[0] for pair in pairs), *(pair[1] for pair in pairs), np.float32)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
 
 
 B200 = types.SimpleNamespace(device_kind="NVIDIA B200", platform="gpu", compute_capability="10.0")
