@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+BLOCK_SCALED = "mxfp8_matmul"
 MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
 FLOAT8 = {np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)}
 HALF = {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}
@@ -41,15 +42,22 @@ class Equation:
 
     @property
     def name(self) -> str:
-        return self.eqn.primitive.name
+        """The name of its primitive; a block-scaled matmul is a `dot_general` of operands that it quantises itself."""
+        return _name(self.eqn)
 
     @property
     def in_dtypes(self) -> tuple[np.dtype, ...]:
+        if self.eqn.primitive.name == BLOCK_SCALED:
+            return tuple(self.eqn.params["dtypes"])
         return tuple(v.aval.dtype for v in self.eqn.invars if hasattr(v.aval, "dtype"))
 
     @property
     def flops(self) -> int:
         return self.times * matmul_flops(self.eqn)
+
+
+def _name(eqn: Any) -> str:
+    return "dot_general" if eqn.primitive.name == BLOCK_SCALED else eqn.primitive.name
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
@@ -71,11 +79,11 @@ def equations(jaxpr: Any, times: int = 1, path: tuple[str, ...] = ()) -> Iterato
 
 def matmul_flops(eqn: Any) -> int:
     """FLOPs of one matmul or convolution (a multiply-add counts two); 0 for anything else."""
-    if eqn.primitive.name not in MATMULS:
+    if _name(eqn) not in MATMULS:
         return 0
     lhs, rhs = (v.aval for v in eqn.invars[:2])
     out = math.prod(eqn.outvars[0].aval.shape)
-    if eqn.primitive.name == "dot_general":
+    if _name(eqn) == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         length = math.prod(lhs.shape[d] for d in contracted)
         return 2 * out * length if length > 1 else 0  # A product of numbers sums nothing.
@@ -104,7 +112,7 @@ def matmuls_of(jaxpr: Any) -> list[Equation]:
 
 def is_inner_product(eqn: Any) -> bool:
     """Whether a matmul only consists of inner products, or is their derivative (products without a sum)."""
-    if eqn.primitive.name != "dot_general":
+    if _name(eqn) != "dot_general":
         return False
     contracted, batch = eqn.params["dimension_numbers"]
     inner = all(len(c) + len(b) == v.aval.ndim for c, b, v in zip(contracted, batch, eqn.invars, strict=True))

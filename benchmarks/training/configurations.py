@@ -77,6 +77,9 @@ CONFIGURATIONS = {
 PLANNED = {
     # "fused" by its name on the device that it is compiled for: the process that compiles has no such device.
     "autocast_bfloat16_fused": Configuration("autocast", "mixed_bfloat16", rules=mpjax.Rules(attention="cudnn")),
+    "autocast_bfloat16_fused_loss": Configuration(
+        "autocast", "mixed_bfloat16", rules=mpjax.Rules(attention="cudnn", cross_entropy="fused")
+    ),
     "autocast_bfloat16_full": Configuration(
         "autocast", "mixed_bfloat16", rules=mpjax.Rules(attention="unfused", residuals="full")
     ),

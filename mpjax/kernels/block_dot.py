@@ -52,8 +52,9 @@ _partitioned = custom_partitioning(_local, static_argnums=(4,))
 
 def _axes(x: Any) -> tuple[Axes, Axes, Axes]:
     """The mesh axes over which each dimension is split."""
-    spec = getattr(x.sharding, "spec", PartitionSpec())
-    return tuple((*spec, None, None, None)[:3])  # type: ignore[return-value]
+    spec: tuple[Axes, ...] = tuple(getattr(x.sharding, "spec", ()))
+    batch, rows, contracted, *_ = *spec, None, None, None
+    return batch, rows, contracted
 
 
 def _names(*axes: Axes) -> set[str]:
@@ -80,8 +81,8 @@ def _partition(result: np.dtype, mesh: Any, operands: Any, out: Any) -> Any:
     if scattered is None and _names(k) & _names(batch, m, n):
         k = None
 
-    def product(*arrays: Any) -> Any:
-        part = _local(*arrays, result)
+    def product(a: Any, b: Any, of_a: Any, of_b: Any) -> Any:
+        part = _local(a, b, of_a, of_b, result)
         if scattered is not None:
             return lax.psum_scatter(part, k, scatter_dimension=scattered, tiled=True)
         return part if k is None else lax.psum(part, k)

@@ -232,7 +232,7 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
     for e in _live_equations(found.jaxpr):
         if e.name not in MATMULS or id(e.eqn) in exact_ones or not matmul_flops(e.eqn):
             continue
-        operands, wide = _floats(e.eqn.invars[:2]), _wants_float32(e.eqn)
+        operands, wide = tuple(str(dtype) for dtype in e.in_dtypes[:2] if is_float(dtype)), _wants_float32(e.eqn)
         if wide and set(operands) & {str(dtype) for dtype in HALF}:
             raise Failure("precision", f"{e.name} requests float32 but runs on {operands}", "/".join(e.path))
         # `vmap` makes one of each example's sum with a vector that all examples share.
@@ -347,14 +347,11 @@ def _runs(found: Iterator[Equation], plain: Traced) -> collections.Counter[Any]:
     known |= {"add", "add_any"} if known & {"add", "add_any"} else set()
     runs: collections.Counter[Any] = collections.Counter()
     for e in found:
-        # A block-scaled matmul quantises its operands itself.
-        blocks = e.name == "mxfp8_matmul"
-        name = "dot_general" if blocks else e.name
-        floats = [dtype.name for dtype in e.eqn.params["dtypes"]] if blocks else _floats(e.eqn.invars)
+        floats = [dtype.name for dtype in e.in_dtypes if is_float(dtype)]
         if e.name == "gather" and e.eqn.params["unique_indices"]:  # a slice under vmap
             continue
-        if e.times and (floats or _floats(e.eqn.outvars)) and name in known and not inner_jaxprs(e.eqn):
-            runs[_sum_name(name), tuple(sorted(set(floats)))] += e.times
+        if e.times and (floats or _floats(e.eqn.outvars)) and e.name in known and not inner_jaxprs(e.eqn):
+            runs[_sum_name(e.name), tuple(sorted(set(floats)))] += e.times
     return runs
 
 
