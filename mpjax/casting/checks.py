@@ -46,11 +46,11 @@ def check_inputs(program: Any, policy: Policy) -> None:
             halves.append((name, x))
         elif x.dtype == np.float64:
             doubles.append((name, x))
+    halves = [(name, x) for name, x in halves if compat.is_differentiated(x)]  # frozen parameters need no masters
     floats = [x for x in program.arrays if jnp.issubdtype(x.dtype, jnp.floating)]
     # A half batch with float32 parameters is legitimate, and so are half parameters where nothing is trained.
     of_params = [pair for pair in halves if pair[0].startswith("[0][0]")]
-    are_params = halves and (of_params or len(halves) == len(floats)) and policy.param_dtype not in HALF_DTYPES
-    if are_params and compat.is_differentiating():
+    if halves and (of_params or len(halves) == len(floats)) and policy.param_dtype not in HALF_DTYPES:
         half = policy.compute_dtype
         _warn(
             f"autocast: {_shown(of_params or halves)} of the inputs are half already. If they are parameters, their "

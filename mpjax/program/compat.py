@@ -643,9 +643,16 @@ def is_compiling() -> bool:
     return any(isinstance(trace, pe.DynamicJaxprTrace) for trace in _traces())
 
 
-def is_differentiating() -> bool:
-    """Whether operations are differentiated as they run, in forward or reverse mode."""
-    return any(type(trace).__name__ in ("JVPTrace", "LinearizeTrace") for trace in _traces())
+def is_differentiating(trace: Any = None) -> bool:
+    """Whether operations of a trace, by default the current one, are differentiated, in forward or reverse mode."""
+    return any(type(each).__name__ in ("JVPTrace", "LinearizeTrace") for each in _traces(trace))
+
+
+def is_differentiated(x: Any) -> bool:
+    """Whether an array is differentiated, or may be: `jit` doesn't say which of its arguments will be."""
+    while type(getattr(x, "_trace", None)).__name__ == "BatchTrace":
+        x = x.val
+    return isinstance(x, jax.core.Tracer) and is_differentiating(x._trace)
 
 
 def part_of_custom_vjp(outer: Any) -> str:

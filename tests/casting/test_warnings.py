@@ -24,6 +24,23 @@ def loss(params, x):
 
 
 @pytest.mark.standard_promotion  # half weights and a float32 batch
+@pytest.mark.parametrize("batched", [False, True])
+def test_frozen_half_params_need_no_master_weights(batched):
+    summed = lambda p, x: loss({"w": p["w"] + p["factors"]}, x)  # noqa: E731
+    frozen, fun = W.astype(jnp.bfloat16), mpjax.autocast(summed, "mixed_bfloat16")
+
+    def of_factors(factors, x):
+        run = jax.vmap(lambda x: fun({"w": frozen, "factors": factors}, x)) if batched else None
+        return jnp.sum(run(x[:, None])) if batched else fun({"w": frozen, "factors": factors}, x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.grad(of_factors)(W, X)
+    with pytest.warns(AutocastWarning, match="master weights are missing"):
+        jax.grad(lambda params: fun(params, X))({"w": frozen, "factors": W})
+
+
+@pytest.mark.standard_promotion  # half weights and a float32 batch
 @pytest.mark.parametrize("inner", [lambda fun: fun, jax.jit])
 def test_trained_half_params_lack_master_weights(inner):
     fun = inner(mpjax.autocast(loss))
