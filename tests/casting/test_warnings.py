@@ -26,7 +26,7 @@ def loss(params, x):
 @pytest.mark.standard_promotion  # half weights and a float32 batch
 @pytest.mark.parametrize("batched", [False, True])
 def test_frozen_half_params_need_no_master_weights(batched):
-    summed = lambda p, x: loss({"w": p["w"] + p["factors"]}, x)  # noqa: E731
+    summed = lambda p, x: loss({"w": p["w"] + p["factors"]}, x)
     frozen, fun = W.astype(jnp.bfloat16), mpjax.autocast(summed, "mixed_bfloat16")
 
     def of_factors(factors, x):
