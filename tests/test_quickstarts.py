@@ -16,6 +16,7 @@ FOLDER = pathlib.Path(__file__).parents[1] / "docs" / "quickstart"
 SCRIPTS = {
     "nnx": (1, 0.5),
     "linen": (1, 0.5),
+    "batch_stats": (1, 0.3),
     "haiku": (1, 0.4),
     "equinox": (1, 0.3),
     "plain_jax": (1, 0.5),
