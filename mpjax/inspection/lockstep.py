@@ -212,7 +212,8 @@ def _as_stored(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
 
     An operation of half does the same inside, and one of float32 is compiled already.
     """
-    if any(is_low(v) and not is_half(v) for v in (*eqn.invars, *eqn.outvars)):
+    float8 = any(is_low(v) and not is_half(v) for v in (*eqn.invars, *eqn.outvars))
+    if float8 or primitive(eqn.primitive.name).contracts:  # a matmul that quantises its operands
         return bound(eqn, arrays, False)
     return [
         _narrowed(x, v.aval.dtype) if is_half(v) else x
