@@ -16,7 +16,8 @@ import mpjax
 from mpjax.launcher.session import CALLS, HALF, SCALE, SKIPPED, Frame, Session
 from mpjax.program import compat
 from mpjax.program.formats import is_narrow
-from mpjax.program.graph import Site, lay_out
+from mpjax.program.graph import Site
+from mpjax.program.inlining import flow_of
 from mpjax.program.primitives import primitive
 
 _SHOWN = 5
@@ -186,7 +187,7 @@ def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
         lines.append(f"  and {len(ranked) - _SHOWN} more lines; --explain FILE lists all")
     if session.options.attention == "fused" and not any(primitive(s.name).attends for s in running_sites(jaxpr)):
         lines.append("  --attention fused: no attention was fused (--explain FILE says why)")
-    risks = dict.fromkeys(f"  risk: {risk.site.label} reads {risk.text}" for risk in amplified(lay_out(jaxpr)))
+    risks = dict.fromkeys(f"  risk: {risk.site.label} reads {risk.text}" for risk in amplified(flow_of(jaxpr))[0])
     lines += list(risks)[:_SHOWN]
     if session.unused:
         lines.append("  " + _of_unused(session.unused, "matched nothing so far"))

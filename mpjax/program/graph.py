@@ -119,7 +119,11 @@ class Site:
         return primitive(self.name).loop
 
     def results(
-        self, given: Sequence[_T], run: Callable[[Block, Sequence[_T]], list[_T]], join: Callable[[_T, _T], _T]
+        self,
+        given: Sequence[_T],
+        run: Callable[[Any, Sequence[_T]], list[_T]],
+        join: Callable[[_T, _T], _T],
+        blocks: Sequence[Any] = (),
     ) -> list[_T]:
         """The facts of its results, for an equation with sub-jaxprs.
 
@@ -127,11 +131,13 @@ class Site:
             given: The facts of its operands.
             run: The facts of a block's outputs, given those of its inputs.
             join: The facts of a value that is one of two: of two branches, or before and after an iteration.
+            blocks: Its sub-jaxprs in another form, each with `split`; its `blocks` if empty.
         """
+        blocks = blocks or self.blocks
         if not self.is_loop:
-            branches = [run(block, block.split(given)[0]) for block in self.blocks]
+            branches = [run(block, block.split(given)[0]) for block in blocks]
             return [functools.reduce(join, outs) for outs in zip(*branches, strict=True)]
-        body, outs = self.blocks[-1], list[_T]()
+        body, outs = blocks[-1], list[_T]()
         consts, carry, xs = body.split(given)
         for _ in range(2):  # results of the first iteration are operands of the second
             outs = run(body, [*consts, *carry, *xs])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow
@@ -12,6 +12,7 @@ from mpjax.program.evaluator import evaluate
 from mpjax.program.graph import NOBODY, Owners, Site, site_of, sub_jaxprs
 from mpjax.program.primitives import primitive
 
+_T = TypeVar("_T")
 INPUT, CONSTANT, COMPUTED = "input", "constant", "computed"
 
 
@@ -61,6 +62,12 @@ class Node:
         """The nodes of its sub-jaxprs, at any depth."""
         return (node for inner in self.inner for node in inner.eqns)
 
+    def results(
+        self, given: Sequence[_T], run: Callable[[Flow, Sequence[_T]], list[_T]], join: Callable[[_T, _T], _T]
+    ) -> list[_T]:
+        """The facts of what it writes: see `Site.results`."""
+        return self.site.results(given, run, join, self.inner)
+
 
 class Flow(Dataflow):
     """A program with its inner calls inlined; its equations are the nodes of all levels, in program order.
@@ -69,11 +76,12 @@ class Flow(Dataflow):
         inputs: The inputs. In a loop body, loop-invariant inputs are the outer values themselves.
         nodes: The equations of this level.
         outputs: The outputs.
+        split: How a sub-jaxpr reads the operands of its equation: see `SubJaxpr.split`.
     """
 
-    def __init__(self, inputs: Sequence[Value], nodes: Sequence[Node], outputs: Sequence[Value]):
+    def __init__(self, inputs: Sequence[Value], nodes: Sequence[Node], outputs: Sequence[Value], split: Any = None):
         super().__init__((each for node in nodes for each in (node, *node.inside)), outputs)
-        self.inputs, self.nodes, self.outputs = tuple(inputs), nodes, tuple(outputs)
+        self.inputs, self.nodes, self.outputs, self.split = tuple(inputs), nodes, tuple(outputs), split
 
 
 def flow_of(jaxpr: Any, owners: Owners = NOBODY) -> Flow:
@@ -82,7 +90,7 @@ def flow_of(jaxpr: Any, owners: Owners = NOBODY) -> Flow:
     return _flow(jaxpr, inputs, None, owners=owners)
 
 
-def _flow(jaxpr: Any, inputs: Sequence[Value], around: Site | None, owners: Owners = NOBODY) -> Flow:
+def _flow(jaxpr: Any, inputs: Sequence[Value], around: Site | None, owners: Owners = NOBODY, split: Any = None) -> Flow:
     opened, consts = compat.open_jaxpr(jaxpr)
     values = dict(zip(opened.invars, inputs, strict=True))
     # The constants of an open jaxpr are unknown here, but no equation produces them.
@@ -104,7 +112,7 @@ def _flow(jaxpr: Any, inputs: Sequence[Value], around: Site | None, owners: Owne
         return writes
 
     outputs = evaluate(opened, values, rule, constant=lambda v, eqn: Value(v.aval, CONSTANT, v.val))
-    return Flow(inputs, nodes, outputs)
+    return Flow(inputs, nodes, outputs, split)
 
 
 def _arguments(jaxpr: Any, reads: Sequence[Value]) -> list[Value]:
@@ -123,4 +131,4 @@ def _bodies(eqn: Any, reads: Sequence[Value], site: Site) -> Iterator[Flow]:
     for inner in sub_jaxprs(eqn):
         same = [i if n < inner.consts else None for n, i in enumerate(inner.operands)]
         inputs = [Value(v.aval) if i is None else reads[i] for i, v in zip(same, inner.opened.invars, strict=True)]
-        yield _flow(inner.jaxpr, inputs, site)
+        yield _flow(inner.jaxpr, inputs, site, split=inner.split)

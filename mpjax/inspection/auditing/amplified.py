@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.program import compat
-from mpjax.program.evaluator import evaluate
-from mpjax.program.graph import Block, Site
+from mpjax.program.graph import Site, is_entered
+from mpjax.program.inlining import CONSTANT, INPUT, Flow, Node, Value
 from mpjax.program.interpreter import is_float, is_half
 from mpjax.program.primitives import MATMULS, Op, Primitive, is_product, primitive
 from mpjax.program.source import FORWARD
@@ -50,6 +50,8 @@ class Facts(NamedTuple):
         low, high: Bounds of its elements.
         whole: Whether its elements are integers by construction: positions, labels, counts.
         summed: Whether it is a sum, as the denominator of a softmax.
+        written: Whether its elements follow from constants and positions alone, so that the bounds are met.
+        ids: Whether they follow from positions.
     """
 
     rounded: Rounding | None = None
@@ -59,6 +61,8 @@ class Facts(NamedTuple):
     high: float = math.inf
     whole: bool = False
     summed: bool = False
+    written: bool = False
+    ids: bool = False
 
     def joined(self, other: Facts) -> Facts:
         """The facts of a value that is one of two."""
@@ -70,6 +74,8 @@ class Facts(NamedTuple):
             self.high if other.high <= self.high else math.inf,
             self.whole and other.whole,
             self.summed and other.summed,
+            self.written and other.written and (self.low, self.high) == (other.low, other.high),
+            self.ids or other.ids,
         )
 
     @property
@@ -114,22 +120,22 @@ class Amplified(NamedTuple):
         return f"{what}, rounded to {self.dtype} by {self.rounding.site.label}: {self.why}"
 
 
-def amplified(block: Block) -> list[Amplified]:
-    """The amplified roundings of a program's forward pass, one for each line that amplifies and line that rounds."""
+def amplified(flow: Flow) -> tuple[list[Amplified], dict[Value, Facts]]:
+    """The amplified roundings of a program's forward pass, one for each line that amplifies and line that rounds.
+
+    Also returns what is known of each value.
+    """
     found = _Roundings()
-    found.block(block, [_of_input(v) for v in block.jaxpr.invars], [_of_constant(c) for c in block.consts])
-    return list(found.amplified.values())
-
-
-def _of_input(v: Any) -> Facts:
-    return Facts(whole=compat.is_shaped(v.aval) and jnp.issubdtype(v.aval.dtype, jnp.integer))
+    found.run(flow, [found.of(v) for v in flow.inputs])
+    return list(found.amplified.values()), found.facts
 
 
 _LARGEST = 2**22  # Closed-over weights are too large to scan, and their bounds are of no use.
 
 
-def _of_constant(array: Any) -> Facts:
-    if isinstance(array, jax.core.Tracer) or not getattr(array, "is_fully_addressable", True):
+def of_constant(array: Any) -> Facts:
+    """What is known of a constant."""
+    if array is None or isinstance(array, jax.core.Tracer) or not getattr(array, "is_fully_addressable", True):
         return Facts()
     dtype = jnp.result_type(array)
     is_number = any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
@@ -139,7 +145,8 @@ def _of_constant(array: Any) -> Facts:
     low, high = float(values.min()), float(values.max())
     if math.isnan(low):
         return Facts()
-    return Facts(low=low, high=high, whole=dtype.kind in "biu" or bool(np.all(values == np.floor(values))))
+    whole = dtype.kind in "biu" or bool(np.all(values == np.floor(values)))
+    return Facts(low=low, high=high, whole=whole, written=True)
 
 
 class _Roundings:
@@ -147,15 +154,33 @@ class _Roundings:
 
     def __init__(self) -> None:
         self.amplified: dict[Any, Amplified] = {}
+        self.facts: dict[Value, Facts] = {}
 
-    def block(self, block: Block, ins: Sequence[Facts], consts: Sequence[Facts] | None = None) -> list[Facts]:
-        known = [_of_constant(c) for c in block.consts] or [Facts()] * len(block.jaxpr.constvars)
-        env = block.environment(ins, known if consts is None else consts)
-        return evaluate(block, env, self._rule, lambda literal, place: _of_constant(literal.val))
+    def of(self, value: Value) -> Facts:
+        """What is known of a value."""
+        if value.kind == CONSTANT:
+            return of_constant(value.constant)
+        if value.whole is not None:
+            return self.of(value.whole)
+        if value in self.facts or not compat.is_shaped(value.aval):
+            return self.facts.get(value, Facts())
+        if value.aval.dtype == np.bool_:
+            return Facts(low=0, high=1, whole=True, written=True)
+        return Facts(whole=value.kind == INPUT and jnp.issubdtype(value.aval.dtype, jnp.integer))
 
-    def _rule(self, place: Site, given: Sequence[Facts]) -> Sequence[Facts]:
-        if place.blocks:
-            return place.results(given, self.block, Facts.joined)
+    def run(self, flow: Flow, given: Sequence[Facts]) -> list[Facts]:
+        """The facts of a program's results, given those of its inputs."""
+        self.facts.update(zip(flow.inputs, given, strict=True))
+        for node in flow.nodes:
+            self.facts.update(zip(node.writes, self._rule(node), strict=True))
+        return [*map(self.of, flow.outputs)]
+
+    def _rule(self, node: Node) -> Sequence[Facts]:
+        place, given = node.site, [*map(self.of, node.reads)]
+        if node.inner and is_entered(place.eqn):
+            return node.results(given, self.run, Facts.joined)
+        for inner in node.inner:
+            self.run(inner, [Facts()] * len(inner.inputs))
         if place.phase == FORWARD:
             self._read(place, given)
         found = _result(place, given)
@@ -219,7 +244,8 @@ def _result(place: Site, given: Sequence[Facts]) -> Facts:
         return Facts()
     low, high = _bounds(place, given)
     whole = _is_whole(place, given)
-    found = Facts(low=low, high=high, whole=whole)
+    written, positions = _written(place, given)
+    found = Facts(low=low, high=high, whole=whole, written=written, ids=positions)
     if row.op is Op.READ or row.op is Op.OPAQUE:
         return found
     if name in MATMULS and not is_product(eqn):
@@ -278,6 +304,17 @@ def _is_whole(place: Site, given: Sequence[Facts]) -> bool:
         return True
     keeps = row.keeps_integers or name in MATMULS or name in ("square", "integer_pow")
     return bool(given) and keeps and all(facts.whole for facts in given)
+
+
+def _written(place: Site, given: Sequence[Facts]) -> tuple[bool, bool]:
+    """Whether a result follows from constants and positions alone, by operations whose bounds are exact; and from
+    positions.
+    """
+    row, is_position = primitive(place.name), place.name == "iota"
+    sources = [given[i] for i in row.sources(len(given))] if row.keeps_values else given
+    exact = row.keeps_values or (place.name in _ARITHMETIC and all(math.isfinite(facts.largest) for facts in given))
+    is_written = is_position or (exact and all(facts.written for facts in sources))
+    return is_written or place.outvars[0].aval.dtype == bool, is_position or any(facts.ids for facts in sources)
 
 
 _ARITHMETIC: dict[str, Callable[..., float]] = {

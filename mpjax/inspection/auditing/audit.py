@@ -28,7 +28,7 @@ from mpjax.inspection.devices import device_of, local_device
 from mpjax.inspection.reports import added_up, totals
 from mpjax.inspection.trials import argument_names
 from mpjax.program import compat, contexts
-from mpjax.program.graph import Site, lay_out, not_entered, operands_read, walk
+from mpjax.program.graph import Site, not_entered, operands_read, walk
 from mpjax.program.inlining import Flow, Value, flow_of
 from mpjax.program.interpreter import is_float
 from mpjax.program.owners import owners_of
@@ -90,7 +90,7 @@ def audit(
     program = traced_call(fun, args, kwargs)
     owners = owners_of(program.jaxpr, argument_names(program, args, kwargs))
     sites = list(walk(program.jaxpr, owners=owners))
-    flow, block = flow_of(program.jaxpr, owners), lay_out(program.jaxpr, owners=owners)
+    flow = flow_of(program.jaxpr, owners)
     matmuls = matmuls_of(sites)
     residuals, kept_in, notes = _residuals(program, flow, sites)
     scores = 0 if tpu else _scores(fun, args, kwargs, residuals, sites)
@@ -100,7 +100,7 @@ def audit(
         name=getattr(fun, "__name__", type(fun).__name__),
         matmuls=matmuls,
         findings=findings_of(matmuls, tpu),
-        risks=(*_unscaled(sites), *risks_of(flow, block, functools.partial(in_float32, fun, args, kwargs))),
+        risks=(*_unscaled(sites), *risks_of(flow, functools.partial(in_float32, fun, args, kwargs))),
         residuals=None if residuals is None else totals((v.aval.dtype.name, v.bytes) for v in residuals if v.bytes),
         kept=_kept(residuals or (), kept_in),
         scores=scores,

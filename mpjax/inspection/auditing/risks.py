@@ -8,14 +8,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from mpjax.inspection.auditing.amplified import amplified, exact_up_to
-from mpjax.inspection.auditing.bounds import Known, known_values
+from mpjax.inspection.auditing.amplified import Amplified, Facts, amplified, exact_up_to, of_constant
 from mpjax.inspection.auditing.constants import Lost, lost_constants, rounded, rounded_text
 from mpjax.program import compat
-from mpjax.program.graph import Block, Site, sub_jaxprs
+from mpjax.program.graph import Site, sub_jaxprs
 from mpjax.program.inlining import INPUT, Flow, Node, Value
 from mpjax.program.interpreter import is_half
 from mpjax.program.primitives import Op, primitive
@@ -74,17 +72,17 @@ class Risk:
     why: str
 
 
-def risks_of(flow: Flow, block: Block, original: Callable[[], TracedCall]) -> tuple[Risk, ...]:
+def risks_of(flow: Flow, original: Callable[[], TracedCall]) -> tuple[Risk, ...]:
     """The risks of a program, merged by kind, module, line, operation and dtype, the most severe first.
 
     Args:
-        flow, block: Two forms of the program.
+        flow: The program.
         original: Traces it in float32.
     """
     nodes = flow.eqns
-    known = known_values(flow)
+    of_amplified, known = amplified(flow)
     found = [("unscaled", node.site, "float16", MEANINGS["unscaled"]) for node in nodes if _is_unscaled(node)]
-    roundings = [*_amplified(block)]
+    roundings = [*_amplified(of_amplified)]
     found += [*roundings, *_operations(flow, {_place(site) for _, site, _, _ in roundings}), *_loss(flow)]
     for node in nodes:
         found += _constants(node, known)
@@ -150,7 +148,7 @@ def _loss(flow: Flow) -> Iterator[RiskySite]:
             yield "loss", node.site, value.aval.dtype.name, MEANINGS["loss"]
 
 
-def _constants(node: Node, known: dict[Value, Known]) -> Iterator[RiskySite]:
+def _constants(node: Node, known: dict[Value, Facts]) -> Iterator[RiskySite]:
     """Constants that overflow, vanish or lose digits in half."""
     row = primitive(node.site.name)
     if row.op is Op.CONVERT:
@@ -162,28 +160,28 @@ def _constants(node: Node, known: dict[Value, Known]) -> Iterator[RiskySite]:
                 why = f"a constant is beyond {value.aval.dtype.name}'s range; jnp.finfo(dtype).min fits"
                 yield "overflow", node.site, value.aval.dtype.name, why
     elif node.site.name == "iota" and is_half(node.writes[0]):
-        yield from _inexact(node.site, node.writes[0].aval.dtype, known[node.writes[0]])
+        yield from _inexact(node.site, node.writes[0].aval.dtype, known.get(node.writes[0], Facts()))
 
 
-def _cast(node: Node, known: dict[Value, Known]) -> Iterator[RiskySite]:
+def _cast(node: Node, known: dict[Value, Facts]) -> Iterator[RiskySite]:
     source, target = node.reads[0], node.writes[0]
-    value = known.get(target)
-    if is_half(target) and value and not is_half(source):
+    value = known.get(target, Facts())
+    if is_half(target) and value.written and not is_half(source):
         limits, dtype = compat.finfo(target.aval.dtype), target.aval.dtype.name
         if math.isfinite(value.largest) and value.largest > float(limits.max):
             worst = value.low if abs(value.low) == value.largest else value.high
             why = f"{worst:.4g} is beyond {dtype}'s {float(limits.max):.4g}; jnp.finfo(dtype).min fits"
             yield "overflow", node.site, dtype, why
-        elif value.constant and value.low not in (0, 1) and (held := rounded(value.low, dtype)) in (0, 1):
+        elif value.is_constant and value.low not in (0, 1) and (held := rounded(value.low, dtype)) in (0, 1):
             yield "constant" if held else "epsilon", node.site, dtype, rounded_text(value.low, dtype)
         else:
             yield from _inexact(node.site, target.aval.dtype, value)
 
 
-def _inexact(site: Site, dtype: Any, value: Known) -> Iterator[RiskySite]:
+def _inexact(site: Site, dtype: Any, value: Facts) -> Iterator[RiskySite]:
     """Ids larger than the integers that a half dtype represents exactly."""
     exact = exact_up_to(dtype)
-    if value.ids and not value.constant and value.largest > exact:
+    if value.ids and value.whole and not value.is_constant and value.largest > exact:
         why = f"whole numbers up to {value.largest:.0f}; {dtype.name} holds all up to {exact} only"
         yield "ids", site, dtype.name, why
 
@@ -233,9 +231,9 @@ def _norms(flow: Flow) -> Iterator[RiskySite]:
                 yield "norm", node.site, "float16", MEANINGS["norm"]
 
 
-def _amplified(block: Block) -> Iterator[RiskySite]:
+def _amplified(roundings: Iterable[Amplified]) -> Iterator[RiskySite]:
     """Values that are rounded to half and then amplified, by an operation of float32 or of half."""
-    for found in amplified(block):
+    for found in roundings:
         in_half = any(map(is_half, found.site.invars)) and primitive(found.site.name).risk
         kind = "ids" if found.rounding.of_whole else in_half or "amplified"
         yield kind, found.site, found.dtype, found.text
@@ -245,7 +243,7 @@ def _amplified(block: Block) -> Iterator[RiskySite]:
 _SMALL_FACTOR, _KEEPING_FACTOR = 0.05, 0.9
 
 
-def _updates(flow: Flow, known: dict[Value, Known]) -> Iterator[RiskySite]:
+def _updates(flow: Flow, known: dict[Value, Facts]) -> Iterator[RiskySite]:
     """Results that add a small multiple of a value to a half argument: updates that half may round away."""
 
     def source(value: Value) -> Value:
@@ -258,9 +256,9 @@ def _updates(flow: Flow, known: dict[Value, Known]) -> Iterator[RiskySite]:
         if node is None or node.site.name != "mul":
             return math.nan, None
         for number, other in zip(node.reads, node.reads[::-1], strict=True):
-            constant = number.constant if number.constant is not None else getattr(known.get(number), "low", None)
-            if constant is not None and np.size(constant) == 1 and not isinstance(constant, jax.core.Tracer):
-                return abs(float(np.asarray(constant).reshape(()))), source(other)
+            facts = of_constant(number.constant) if number.constant is not None else known.get(number, Facts())
+            if facts.is_constant:
+                return facts.largest, source(other)
         return math.nan, None
 
     for value in dict.fromkeys(map(source, flow.outputs)):

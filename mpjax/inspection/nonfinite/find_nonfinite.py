@@ -25,6 +25,7 @@ from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow, variables
 from mpjax.program.graph import NOBODY, Block, Owners, Site, lay_out, walk
+from mpjax.program.inlining import Flow, flow_of
 from mpjax.program.interpreter import Eager, Instrumented, Key, is_half, is_inexact, widened
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import MATMULS, Op, primitive
@@ -105,7 +106,7 @@ class _Examined:
     """A program laid out. Its leaves are its arguments, followed by the arrays that it closes over."""
 
     def __init__(self, traced: TracedCall, owners: Owners = NOBODY):
-        self.block = lay_out(traced.jaxpr, owners=owners)
+        self.block, self.flow = lay_out(traced.jaxpr, owners=owners), flow_of(traced.jaxpr, owners)
         self.names, self.leaves = traced.names, [*traced.arrays, *self.block.consts]
         self.places = {place.number: place for place in self.block.places()}
         self.entry: Provenance | None = None  # where a fault of the forward pass enters the backward pass
@@ -245,7 +246,7 @@ def _examined(
         opaque=primitive(place.name).op is Op.OPAQUE,
         constants=constants,
         doubtful=doubtful,
-        rounding=_amplified_rounding(block, place),
+        rounding=_amplified_rounding(program.flow, place),
         where_gradient=_is_where_gradient(program, fault, outs),
         float32_is_fine=functools.partial(_float32_is_fine, original),
     )
@@ -288,9 +289,9 @@ def _lost_constants(block: Block, place: Site, original: Callable[[], TracedCall
     return "; ".join(dict.fromkeys(f"{lost.text}, at {lost.site.source}" for lost in near)), doubtful
 
 
-def _amplified_rounding(block: Block, place: Site) -> str:
+def _amplified_rounding(flow: Flow, place: Site) -> str:
     """The rounding that an operation amplifies, in words; empty if there is none."""
-    found = (each for each in amplified(block) if (each.site.name, each.site.source) == (place.name, place.source))
+    found = (each for each in amplified(flow)[0] if (each.site.name, each.site.source) == (place.name, place.source))
     return next((f"it reads {each.text}" for each in found), "")
 
 
