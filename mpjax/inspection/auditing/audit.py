@@ -94,7 +94,7 @@ def audit(
     matmuls = matmuls_of(sites)
     residuals, kept_in, notes = _residuals(program, flow, sites)
     scores = 0 if tpu else _scores(fun, args, kwargs, residuals, sites)
-    communication, unknown = _communication(fun, args, kwargs, sites)
+    communication, unknown = _communication(program, args, kwargs, sites)
     devices = max([device_count((args, kwargs)), *(site.devices for site in sites)])
     return PrecisionReport(
         name=getattr(fun, "__name__", type(fun).__name__),
@@ -125,13 +125,13 @@ def _unscaled(sites: list[Site]) -> list[Risk]:
 
 
 def _communication(
-    fun: Callable[..., Any], args: Any, kwargs: Any, sites: list[Site]
+    program: TracedCall, args: Any, kwargs: Any, sites: list[Site]
 ) -> tuple[tuple[Collective, ...] | None, list[str]]:
     """The collectives of a call, or None for one device; and a note if they could not be determined."""
     if device_count((args, kwargs)) == 1 and not any(site.name in ("shard_map", "xla_pmap") for site in sites):
         return None, []
     try:
-        found = collectives_of_call(fun, args, kwargs)
+        found = collectives_of_call(program)
     except Exception as error:  # such as a mesh of devices that this machine does not have
         return None, [f"communication is not known, because the program can't be compiled here: {reason(error)}"]
     uses_bfloat16 = any(v.aval.dtype == jnp.bfloat16 for site in sites for v in site.outvars if is_float(v))

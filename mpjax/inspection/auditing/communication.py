@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.extend
 import numpy as np
 
 from mpjax.inspection.profiling.hlo import HloModule, Line, iterations, module_path, sizes
 from mpjax.inspection.reports import Section, added_up, amount
 from mpjax.program import compat
-from mpjax.program.tracing import functional
+from mpjax.program.tracing import TracedCall
 
 # By name: XLA's opcodes.
 
@@ -63,22 +64,10 @@ def widens_bfloat16(args: Any) -> bool:
     return (devices[0].platform if devices else compat.platform()) == "cpu"
 
 
-def collectives_of_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Collective, ...]:
-    """The collectives of a call, compiled for the devices of its arguments but not run."""
-    call, args, kwargs, _ = functional(fun, args, kwargs)
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
-
-    def run(*arrays: Any) -> Any:
-        filled = list(leaves)
-        for i, array in zip(places, arrays, strict=True):
-            filled[i] = array
-        args, kwargs = jax.tree.unflatten(tree, filled)
-        out = call(*args, **kwargs)
-        return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
-
-    compiled = jax.jit(run).lower(*(leaves[i] for i in places)).compile()
-    return collectives(compiled.as_text() or "")
+def collectives_of_call(program: TracedCall) -> tuple[Collective, ...]:
+    """The collectives of a traced call, compiled for the devices of its arguments but not run."""
+    run = jax.jit(jax.extend.core.jaxpr_as_fun(program.jaxpr))
+    return collectives(run.lower(*program.arrays).compile().as_text() or "")
 
 
 def collectives(text: str) -> tuple[Collective, ...]:
