@@ -23,9 +23,8 @@ from mpjax.inspection.reports import array_text
 from mpjax.inspection.trials import argument_name, trace_to_run
 from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
-from mpjax.program.dataflow import Dataflow, variables
 from mpjax.program.graph import NOBODY, Block, Owners, Site, lay_out, walk
-from mpjax.program.inlining import Flow, flow_of
+from mpjax.program.inlining import Flow, Node, flow_of
 from mpjax.program.interpreter import Eager, Instrumented, Key, is_half, is_inexact, widened
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import MATMULS, Op, primitive
@@ -222,7 +221,8 @@ def _examined(
     eqn = place.eqn
     which, index, device = map(int, here["index"])
     out = [v.aval for v in eqn.outvars if is_inexact(v)][which]
-    derivative = place.phase == FORWARD and place.number not in _primal(block, set(variables(block.outvars)))
+    node = next(node for node in program.flow.eqns if node.site.eqn is eqn)
+    derivative = place.phase == FORWARD and id(eqn) not in _primal(program.flow)
     element = tuple(int(i) for i in np.unravel_index(index, out.shape)) if out.shape else ()
     value = float(there["value"]) if reached else None
     kind = "nan" if np.isnan(here["value"]) else "inf"
@@ -240,7 +240,7 @@ def _examined(
         # What is recomputed was finite in the forward pass, so this is part of a derivative.
         backward=place.phase != FORWARD or derivative,
         derivative=derivative,
-        of_sqrt=_is_derivative_of_sqrt(block, place),
+        of_sqrt=_is_derivative_of_sqrt(program.flow, node),
         float8=out.dtype.name if out.dtype.name.startswith("float8") else "",
         constant=fault.is_constant,
         opaque=primitive(place.name).op is Op.OPAQUE,
@@ -295,41 +295,24 @@ def _amplified_rounding(flow: Flow, place: Site) -> str:
     return next((f"it reads {each.text}" for each in found), "")
 
 
-def _is_derivative_of_sqrt(block: Block, place: Site) -> bool:
+def _is_derivative_of_sqrt(flow: Flow, node: Node) -> bool:
     """Whether an equation is 0.5 / sqrt(x), which the forward pass of a differentiated program computes."""
-    eqn = place.eqn
-    if eqn.primitive.name != "div" or not isinstance(eqn.invars[0], compat.Literal) or eqn.invars[0].val != 0.5:
+    if node.site.name != "div" or node.reads[0].constant is None or np.any(node.reads[0].constant != 0.5):
         return False
-    maker = Dataflow(block.places()).maker(eqn.invars[1])
-    return maker is not None and maker.name == "sqrt"
+    maker = flow.maker(node.reads[1])
+    return maker is not None and maker.site.name == "sqrt"
 
 
-def _primal(block: Block, live: set[Any]) -> set[int]:
-    """The equations of the forward pass that compute the function's value. The others compute only its derivative.
-
-    Args:
-        block: The program.
-        live: The variables that are part of the value. The operands of its equations are added.
-    """
-    found: set[int] = set()
-    flow = Dataflow(block.eqns, block.outvars)
-    for place in reversed(block.eqns):
-        outs = set(place.eqn.outvars)
+def _primal(flow: Flow) -> set[int]:
+    """The equations of the forward pass, by `id`, that compute the function's value and not only a derivative."""
+    found, live = set[int](), set(flow.outputs)
+    for node in reversed(flow.nodes):
         # The value of a function of which only the gradient is used has no reader, or is not computed at all.
-        is_read = any(v in flow.readers or v in flow.returned for v in outs)
-        is_value = outs & live or not is_read or _computes_values(place)
-        if place.phase == BACKWARD or not is_value:
-            continue
-        found.add(place.number)
-        if place.blocks and primitive(place.name).call:
-            inner = place.blocks[0]
-            pairs = zip(place.eqn.outvars, inner.jaxpr.outvars, strict=True)
-            needed = set(variables(i for v, i in pairs if v in live))
-            found |= _primal(inner, needed)
-            live.update(variables(v for v, i in zip(place.eqn.invars, inner.jaxpr.invars, strict=True) if i in needed))
-        else:
-            found.update(p.number for inner in place.blocks for p in inner.places())
-            live.update(variables(place.eqn.invars))
+        is_read = any(v in flow.readers or v in flow.returned for v in node.writes)
+        is_value = not live.isdisjoint(node.writes) or not is_read or _computes_values(node.site)
+        if node.site.phase != BACKWARD and is_value:
+            found.update(id(each.site.eqn) for each in (node, *node.inside))
+            live.update(node.reads)
     return found
 
 
@@ -342,21 +325,13 @@ def _computes_values(place: Site) -> bool:
 
 def _is_where_gradient(program: _Examined, fault: Provenance, outs: Sequence[int]) -> bool:
     """Whether a fault in the differentiated forward pass only matters because of the zero gradient of a `where`."""
-    block, place, entry = program.block, program.places[fault.number], program.entry
+    flow, place, entry = program.flow, program.places[fault.number], program.entry
     if entry is None or (place.phase == FORWARD and "jvp(" not in place.module):
         return False
-    bad = [v for v, code in zip(block.jaxpr.outvars, outs, strict=True) if code]
-    selects = any(p.name == "select_n" and p.phase == BACKWARD for p in block.places())
-    return selects and all(_is_gradient(block, v) for v in bad) and 0 in program.point(entry)[1]["operands"]
-
-
-def _is_gradient(block: Block, v: Any) -> bool:
-    """Whether the backward pass computes a variable."""
-    place = Dataflow(block.eqns).maker(v)
-    if place is not None and primitive(place.name).call:
-        inner = place.blocks[0]
-        return _is_gradient(inner, inner.outvars[place.outvars.index(v)])
-    return place is not None and place.phase == BACKWARD
+    makers = [flow.maker(v) for v, code in zip(flow.outputs, outs, strict=True) if code]
+    are_gradients = all(maker is not None and maker.site.phase == BACKWARD for maker in makers)
+    selects = any(node.site.name == "select_n" and node.site.phase == BACKWARD for node in flow.eqns)
+    return selects and are_gradients and 0 in program.point(entry)[1]["operands"]
 
 
 def _half_name(block: Block, eqn: Any) -> str | None:

@@ -79,17 +79,10 @@ class PointProbe(Probe):
         return (("point",),) if block.start <= self.target.number < block.end else ()
 
     def empty(self, key: Key) -> Any:
-        eqn = self.target.eqn
-        ranges = [np.full(4, np.nan, np.float32) for v in eqn.invars if is_inexact(v)]
-        nothing, operands = np.float32(np.nan), np.full(len(eqn.invars), np.nan, np.float32)
-        note = {
-            "chosen": False,
-            "index": np.zeros(3, np.int32),
-            "count": np.int32(0),
-            "value": nothing,
-            "float32": nothing,
-        }
-        return jax.tree.map(jnp.asarray, (False, {**note, "operands": operands, "ranges": ranges}))
+        count, ranges = len(self.target.invars), sum(map(is_inexact, self.target.invars))
+        numbers = {"index": jnp.zeros(3, jnp.int32), "count": jnp.int32(0), "value": jnp.float32(0)}
+        nothing = {"chosen": jnp.array(False), "float32": jnp.float32(0), "operands": jnp.zeros(count, jnp.float32)}
+        return jnp.array(False), {**numbers, **nothing, "ranges": [jnp.zeros(4, jnp.float32)] * ranges}
 
     def merge(self, key: Key, a: Any, b: Any) -> Any:
         later = b[0] & (b[1]["chosen"] | ~a[0] | ~a[1]["chosen"])
