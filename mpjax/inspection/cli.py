@@ -254,7 +254,7 @@ def _report(tool: Tool, options: argparse.Namespace) -> Report:
 class AllFinite(Report):
     """The report of `find_nonfinite` where there is nothing to find."""
 
-    title = "all results are finite"
+    heading = "all results are finite"
 
     def sections(self) -> list[Section]:
         """The one line that is printed."""

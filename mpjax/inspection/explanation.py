@@ -43,13 +43,9 @@ class Explanation(Report):
     name: str = ""
     unseen: tuple[str, ...] = ()
 
+    heading = "Plan of {0.name}"
     main = "rows"
     derived = "flops half_share"
-
-    @property
-    def title(self) -> str:
-        """The page's title."""
-        return f"Plan of {self.name}"
 
     @property
     def flops(self) -> dict[str, int]:

@@ -112,12 +112,8 @@ class LayerwiseReport(Report):
     reference_is_finite: bool = True
     jump: Jump | None = None
 
+    heading = "Layerwise error of {0.function}"
     main = "modules"
-
-    @property
-    def title(self) -> str:
-        """The page's title."""
-        return f"Layerwise error of {self.function}"
 
     def sections(self) -> list[Section]:
         """The sections of the printed report."""

@@ -108,13 +108,15 @@ def _html_cell(cell: str, tag: str, right: bool) -> str:
 class Report(abc.ABC):
     """A result that prints as text and can be written as JSON, CSV or one HTML page without external resources.
 
-    Subclasses are dataclasses. They define `title` and `sections` (the finding first), and declare the rest.
+    Subclasses are dataclasses. They define `sections` (the finding first), and declare the rest.
 
     Attributes:
+        heading: The page's title, with the fields of the report as `{0.name}`.
         main: The field that holds the rows of the main table.
         derived: Properties that JSON has in addition to the fields, separated by spaces.
     """
 
+    heading: ClassVar[str]
     main: ClassVar[str]
     derived: ClassVar[str] = ""
 
@@ -131,9 +133,9 @@ class Report(abc.ABC):
         return next((line for section in self.sections() for line in section.text.splitlines() if line), self.title)
 
     @property
-    @abc.abstractmethod
     def title(self) -> str:
         """The page's title."""
+        return self.heading.format(self)
 
     @abc.abstractmethod
     def sections(self) -> list[Section]:
@@ -145,7 +147,13 @@ class Report(abc.ABC):
 
     def table(self) -> list[dict[str, Any]]:
         """The rows of the report's main table, for CSV or a data frame."""
-        return [{name: _cell(value) for name, value in plain(row).items()} for row in getattr(self, self.main)]
+        return [
+            {
+                name: "/".join(map(str, value)) if isinstance(value, tuple) else value
+                for name, value in plain(row).items()
+            }
+            for row in getattr(self, self.main)
+        ]
 
     def failure(self) -> str:
         """The failure message, with which the command line exits with status 1; empty if there is none."""
@@ -282,11 +290,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return tuple(map(plain, value)) if isinstance(value, (list, tuple)) else value
-
-
-def _cell(value: Any) -> Any:
-    """A value of a row as one cell."""
-    return "/".join(map(str, value)) if isinstance(value, tuple) else value
 
 
 def _for_json(value: Any) -> Any:

@@ -80,6 +80,7 @@ class SearchReport(Report):
     unseen: tuple[str, ...] = ()
     reference_is_finite: bool = True
 
+    heading = "Precision search of {0.function}"
     main = "modules"
     derived = "met overrides"
 
@@ -99,11 +100,6 @@ class SearchReport(Report):
         """The precision of the other modules."""
         scaled = format_of(get_policy(self.policy).matmul_dtype)
         return "half" if scaled is None else scaled.name
-
-    @property
-    def title(self) -> str:
-        """The page's title."""
-        return f"Precision search of {self.function}"
 
     def failure(self) -> str:
         """The failure message if the error is above the budget, else an empty string."""

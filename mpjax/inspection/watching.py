@@ -13,13 +13,13 @@ import numpy as np
 from jax import lax
 
 from mpjax.inspection.lockstep import grouped
-from mpjax.inspection.ranges.activations import Counted, counted
-from mpjax.inspection.ranges.range_statistics import Limits, RangeNote, RangeProbe, floats, note
+from mpjax.inspection.ranges.activations import counted
+from mpjax.inspection.ranges.range_statistics import Limits, RangeNote, RangeProbe, floats
 from mpjax.inspection.reports import Section, percent
 from mpjax.inspection.trials import Loss, argument_names
 from mpjax.loss_scale.replicas import all_finite
 from mpjax.loss_scale.state import find_loss_scale_state, loss_scale_of
-from mpjax.program.graph import Block, Site, lay_out
+from mpjax.program.graph import Site, lay_out
 from mpjax.program.interpreter import Instrumented, widened
 from mpjax.program.owners import owners_of
 from mpjax.program.source import BACKWARD
@@ -328,7 +328,9 @@ def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Measurement:
     program = traced_call(loss.gradient_at_any_scale(names), args, kwargs)
     block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, argument_names(program, args, kwargs)))
     counts, groups = counted(block, len(names)), grouped(block).groups
-    probe = StatisticsProbe(block, counts)
+    places = (p for p in block.places() if p.number in counts.all and floats(p.outvars))
+    # Each against the half dtype in which it is stored or read.
+    probe = RangeProbe(places, lambda number: Limits.of(counts.half.get(number, np.float32)))
     rows: dict[tuple[str, str], list[Site]] = {}
     for number, place in probe.places.items():
         phase = "backward" if place.phase == BACKWARD else "forward"
@@ -357,23 +359,3 @@ def _row(notes: Mapping[Any, RangeNote], places: Sequence[Site], half: Mapping[i
     in_half = sum((counts.astype(jnp.float32) for (counts, _, _), is_half in found if is_half), nothing)
     nonzero = jnp.maximum(in_half[0] - in_half[1] - in_half[4], 1)
     return jnp.stack([amax / scale, in_half[2] / nonzero, counts[1] / jnp.maximum(counts[0], 1), counts[3] + counts[4]])
-
-
-class StatisticsProbe(RangeProbe):
-    """A `RangeProbe` of activations and gradients only, each against the half dtype in which it is stored or read."""
-
-    def __init__(self, block: Block, counts: Counted):
-        made = {p.number: p for p in block.places() if p.number in counts.all}
-        self.places: Mapping[int, Site] = {n: p for n, p in made.items() if floats(p.eqn.outvars)}
-        self.graded, self.half = frozenset(), counts.half
-
-    def equation(self, place: Site, iteration: Any, ins: Any, outs: Sequence[Any], rerun: Any) -> dict[Any, Any]:
-        if place.number not in self.places:
-            return {}
-        measured = [outs[i] for i in floats(place.eqn.outvars)]
-        return {("range", place.number): note(measured, _limits(self.half.get(place.number)), False)}
-
-
-def _limits(dtype: Any) -> Limits:
-    """The limits of a half dtype; without one, those of float32."""
-    return Limits(np.dtype(np.float32), 0.0, float("inf"), 23) if dtype is None else Limits.of(dtype)

@@ -94,35 +94,35 @@ class PrecisionReport(Report):
     kept: tuple[Kept, ...] = ()
     traffic: float = 2.0
 
+    heading = "Precision of {0.name}"
     main = "matmuls"
     derived = "flops flops_by_phase half_share float8_share speedup_bounds"
 
     @property
-    def title(self) -> str:
-        """The report's title."""
-        return f"Precision of {self.name}"
-
-    @property
     def flops(self) -> dict[str, int]:
         """FLOPs of matmuls and convolutions by the dtype of their operands, on all devices together."""
-        return _flops_by_dtype(self.matmuls)
+        return totals((row.dtype, row.flops) for row in self.matmuls)
 
     @property
     def flops_by_phase(self) -> dict[str, dict[str, int]]:
         """`flops` of the forward pass, of recomputed forward operations, and of the backward pass."""
-        return {phase: _flops_by_dtype(row for row in self.matmuls if row.phase == phase) for phase in _PHASES}
+        return {
+            phase: totals((row.dtype, row.flops) for row in self.matmuls if row.phase == phase) for phase in _PHASES
+        }
 
     @property
     def half_share(self) -> float:
         """The share of `flops` with half or float8 operands; 0 if there are no FLOPs."""
-        total = sum(row.flops for row in self.matmuls)
-        return sum(row.flops for row in self.matmuls if row.is_half) / total if total else 0.0
+        return self._share(row for row in self.matmuls if row.is_half)
 
     @property
     def float8_share(self) -> float:
         """The share of `flops` with operands of 8 bits; 0 if there are no FLOPs."""
+        return self._share(row for row in self.matmuls if row.is_float8)
+
+    def _share(self, rows: Iterable[Matmul]) -> float:
         total = sum(row.flops for row in self.matmuls)
-        return sum(row.flops for row in self.matmuls if row.is_float8) / total if total else 0.0
+        return sum(row.flops for row in rows) / total if total else 0.0
 
     def speedup_bound(self, device: str) -> SpeedupBound:
         """Bounds the speedup of half over float32, from the FLOPs of matmuls and convolutions.
@@ -156,10 +156,9 @@ class PrecisionReport(Report):
             raise AssertionError(f"{self.name} has no matmul or convolution, so none is in half.")
         if self.half_share >= min_share:
             return
-        total = sum(row.flops for row in self.matmuls)
         offenders = sorted((row for row in self.matmuls if not row.is_half), key=lambda row: -row.flops)
         lines = [
-            f"{row.flops / total:6.1%}  {row.op} {_shape(row.lhs)} · {_shape(row.rhs)} in {row.dtype}, "
+            f"{self._share([row]):6.1%}  {row.op} {_shape(row.lhs)} · {_shape(row.rhs)} in {row.dtype}, "
             f"{row.module or '-'} {row.source}"
             for row in offenders
         ]
@@ -179,9 +178,9 @@ class PrecisionReport(Report):
 
     def sections(self) -> list[Section]:
         """The sections of the printed report."""
-        kept = [*_residual_lines(self.residuals, self.devices), *self._score_lines()]
-        text = "\n".join([*kept, *_cast_lines(self.casts)])
-        memory = Section("Memory and casts", text, "kept by|line|op|dtype|>bytes|>share", self._kept(), shown=_FEW)
+        memory = Section(
+            "Memory and casts", self._memory(), "kept by|line|op|dtype|>bytes|>share", self._kept(), shown=_FEW
+        )
         notes = [Section("Notes", "\n".join(self.notes))] if self.notes else []
         sent = [] if self.communication is None else [communication_section(self.communication)]
         if not self.matmuls:
@@ -196,12 +195,22 @@ class PrecisionReport(Report):
         ranked = sorted(rows.items(), key=lambda pair: -pair[1])
         return [(*where, amount(size, "B"), f"{size / total:.1%}") for where, size in ranked]
 
-    def _score_lines(self) -> list[str]:
-        """What fused attention would save."""
-        if not self.scores or not self.residuals:
-            return []
-        kept = f"{amount(self.scores, 'B')} of {amount(sum(self.residuals.values()), 'B')}"
-        return [f"scores: {kept}; Rules(attention='fused') stores none"]
+    def _memory(self) -> str:
+        """What is kept for the backward pass, what of it fused attention would save, and the casts."""
+        kept = dict(sorted((self.residuals or {}).items(), key=lambda pair: -pair[1]))
+        size, dtypes = (
+            amount(sum(kept.values()), "B"),
+            ", ".join(f"{amount(n, 'B')} {name}" for name, n in kept.items()),
+        )
+        lines = [f"kept for the backward pass: {size}" + (f" ({dtypes})" if dtypes else "")]
+        if self.residuals is None:
+            lines = ["kept for the backward pass: not known, see the notes"]
+        elif self.devices > 1:
+            lines[0] += ", in shard_map of one device"
+        if self.scores and kept:
+            lines.append(f"scores: {amount(self.scores, 'B')} of {size}; Rules(attention='fused') stores none")
+        casts = ", ".join(f"{count} {name} ({amount(n, 'B')})" for name, (count, n) in self.casts.items())
+        return "\n".join([*lines, f"casts: {casts or 'none'}"])
 
     def _flops(self) -> Section:
         phases = self.flops_by_phase
@@ -244,7 +253,10 @@ class PrecisionReport(Report):
     def _places(self) -> Section:
         names = folded(row.module for row in self.matmuls)
         places = added_up(
-            ((names[row.module], row.source, row.op, row.dtype), _by_pass(row))
+            (
+                (names[row.module], row.source, row.op, row.dtype),
+                (row.flops, 0) if row.phase == FORWARD else (0, row.flops),  # the backward pass recomputes
+            )
             for row in sorted(self.matmuls, key=lambda row: -row.flops)
         )
         rows = [
@@ -300,15 +312,6 @@ class PrecisionReport(Report):
         return {bound.device: bound for bound in found}
 
 
-def _flops_by_dtype(rows: Iterable[Matmul]) -> dict[str, int]:
-    return totals((row.dtype, row.flops) for row in rows)
-
-
-def _by_pass(row: Matmul) -> tuple[int, int]:
-    """FLOPs of the forward pass, and of the backward pass with its recomputation."""
-    return (row.flops, 0) if row.phase == FORWARD else (0, row.flops)
-
-
 def _cell(flops: int) -> str:
     return amount(flops, "FLOP") if flops else ""
 
@@ -334,18 +337,3 @@ def _legend(meanings: Mapping[str, str], faults: Iterable[Finding | Risk]) -> st
 
 def _shape(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) or "scalar"
-
-
-def _residual_lines(residuals: dict[str, int] | None, devices: int) -> list[str]:
-    if residuals is None:
-        return ["kept for the backward pass: not known, see the notes"]
-    by_dtype = ", ".join(
-        f"{amount(size, 'B')} {dtype}" for dtype, size in sorted(residuals.items(), key=lambda pair: -pair[1])
-    )
-    size = amount(sum(residuals.values()), "B") + (f" ({by_dtype})" if by_dtype else "")
-    return [f"kept for the backward pass: {size}" + (", in shard_map of one device" if devices > 1 else "")]
-
-
-def _cast_lines(casts: dict[str, tuple[int, int]]) -> list[str]:
-    parts = [f"{count} {name} ({amount(size, 'B')})" for name, (count, size) in casts.items()]
-    return [f"casts: {', '.join(parts) or 'none'}"]

@@ -47,6 +47,8 @@ class ParityReport(Report):
     runs: tuple[Run, ...]
     evidence: tuple[Evidence, ...] = ()
 
+    heading = "Parity of {0.make}"
+
     def __getitem__(self, policy: str) -> PairedComparison:
         """The comparison of a policy.
 
@@ -61,11 +63,6 @@ class ParityReport(Report):
     def runs_of(self, policy: str) -> list[Run]:
         """The runs of a policy, by seed."""
         return sorted((run for run in self.runs if run.policy == policy), key=lambda run: run.seed)
-
-    @property
-    def title(self) -> str:
-        """The page's title."""
-        return f"Parity of {self.make}"
 
     def verdict(self, policy: str) -> str:
         """The verdict on a policy in words."""

@@ -53,7 +53,7 @@ class ProfileReport(Report):
     peak_flops: float | None = None
     recompilation: Recompilation | None = None
 
-    title = "profile"
+    heading = "profile"
     main = "kernels"
     derived = (
         "traced_seconds input_share dispatch_share device_share compilation_share outside_share flops_per_second mfu "

@@ -15,15 +15,14 @@ import numpy as np
 from mpjax.inspection.ranges.activations import Counted, counted
 from mpjax.inspection.ranges.range_statistics import (
     BIAS,
-    BINS,
     Float8Range,
-    HostRangeProbe,
     Limits,
-    RangeNote,
     RangeProbe,
     Tally,
-    merged_float8,
+    is_measured,
+    note,
     tally_of,
+    together_float8,
 )
 from mpjax.inspection.ranges.report import NumericsReport as NumericsReport
 from mpjax.inspection.ranges.report import Range, Tried
@@ -35,7 +34,7 @@ from mpjax.program.interpreter import Eager, is_half, is_inexact, widened
 from mpjax.program.linearity import NonlinearRuleWarning
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import Op, primitive
-from mpjax.program.source import BACKWARD, FORWARD
+from mpjax.program.source import BACKWARD, FORWARD, RECOMPUTED
 
 # A module that loses more than this share of its nonzero values should be kept in float32.
 _MUCH = 0.05
@@ -151,9 +150,8 @@ class _Measuring:
         self.limits, self.batches, self.has_half = limits, 0, False
         self.compiled: dict[Any, _Compiled] = {}
         self.tallies: dict[_Row, Tally] = {}
-        self.exponents: dict[_Row, np.ndarray] = {}
         self.dtypes: dict[_Row, dict[str, None]] = {}
-        self.float8: dict[tuple[str, str, str], Any] = {}  # notes by module, pass and dtype
+        self.float8: dict[tuple[str, str, str], Float8Range] = {}  # by module, pass and dtype
         self.unseen: dict[str, None] = {}
         self.gradients: list[dict[str, float]] = []  # by batch and path, the largest at scale 1
         self.largest: list[tuple[float, int, Any, Any]] = []  # the batches with the largest gradients
@@ -165,9 +163,8 @@ class _Measuring:
         consts = compat.open_jaxpr(program.jaxpr).consts
         key = jax.tree.structure(args), *(jax.typeof(x) for x in (*program.arrays, *consts))
         if key not in self.compiled:
-            self.compiled[key] = self._compile(
-                lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names)), names
-            )
+            block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names))
+            self.compiled[key] = self._compile(block, names)
         compiled = self.compiled[key]
         arrays, consts = map(widened, program.arrays), [*map(widened, consts)]
         outs, notes = compiled.evaluation.block(compiled.block, [*arrays], consts=consts)
@@ -181,7 +178,9 @@ class _Measuring:
 
     def _compile(self, block: Block, names: Sequence[str]) -> _Compiled:
         counts = counted(block, len(names))
-        probe = HostRangeProbe(block, counts, self.limits)
+        quantised = (p for p in block.places() if p.name == "float8_quantise" and p.phase != RECOMPUTED)
+        measured = (p for p in block.places() if is_measured(p, counts))
+        probe = RangeProbe(measured, lambda _: self.limits, counts.gradients | counts.parameters, quantised)
         self.unseen |= dict.fromkeys(block.not_entered())
         self.has_half |= any(is_half(v) for place in block.places() for v in place.eqn.outvars)
         return _Compiled(block, counts, names, probe, Eager(probe, wide=True))
@@ -200,22 +199,21 @@ class _Measuring:
                 rows.append(_Row("half gradients", place.path, phase))
             if number in counts.all and matters:
                 rows.append(_Row("matters", place.path, phase))
-            found = notes["range", number]
+            tally = tally_of(notes["range", number])
             for row in rows:
-                self._put(row, found, dtypes)
+                self._put(row, tally, dtypes)
             if phase == BACKWARD and rows[-1].table == "matters":
-                tally = tally_of(found)
                 size = math.inf if tally.nonfinite else tally.max / self.scale
                 self.gradients[-1][place.path] = max(size, self.gradients[-1].get(place.path, 0.0))
         for number, place in compiled.probe.quantised.items():
             if ("float8", number) in notes:
-                copy = notes["float8", number]
                 operand = place.path, place.phase, place.eqn.params["dtype"].name
-                self.float8[operand] = merged_float8(self.float8[operand], copy) if operand in self.float8 else copy
+                found = Float8Range.of(*operand, notes["float8", number])
+                before = self.float8.get(operand)
+                self.float8[operand] = found if before is None else together_float8(before, found)
         for name, grad in zip(compiled.names, grads, strict=True):
             scaled = np.asarray(grad, np.float32) * np.float32(self.scale)
-            found = jax.device_get(compiled.probe.take([scaled], self.limits))
-            self._put(_Row("parameters", name, BACKWARD), found, ("float32",))
+            self._put(_Row("parameters", name, BACKWARD), tally_of(note([scaled], self.limits)), ("float32",))
 
     def verified(self) -> NumericsReport:
         """The report with a trial of the loss scale, and of overrides for the modules that lose values."""
@@ -287,12 +285,9 @@ class _Measuring:
     def _paths(self) -> set[str]:
         return {row.name for row in self.tallies if row.table == "by_op" and row.name}
 
-    def _put(self, row: _Row, found: RangeNote, dtypes: Iterable[str]) -> None:
-        self.tallies[row] = self.tallies.get(row, Tally()) + tally_of(found)
+    def _put(self, row: _Row, tally: Tally, dtypes: Iterable[str]) -> None:
+        self.tallies[row] = self.tallies.get(row, Tally()) + tally
         self.dtypes.setdefault(row, {}).update(dict.fromkeys(dtypes))
-        histogram = found[2]
-        if histogram.size:
-            self.exponents[row] = self.exponents.get(row, 0) + histogram.astype(np.int64)
 
     def report(self, kept: Sequence[str] = (), trials: tuple[Tried, ...] = ()) -> NumericsReport:
         """The report over all batches.
@@ -312,8 +307,8 @@ class _Measuring:
             gradients=self._table("gradients"),
             parameters=self._table("parameters"),
             by_op=self._table("by_op"),
-            float8=tuple(Float8Range.of(*row, found) for row, found in self.float8.items()),
-            gradient_exponents=self._histogram("half gradients"),
+            float8=tuple(self.float8.values()),
+            gradient_exponents=_by_exponent(self._total("half gradients")),
             largest_safe_scale=safe,
             init_scale=init,
             keep_float32=tuple(below_root(path, paths) for path in kept),
@@ -369,7 +364,7 @@ class _Measuring:
 
     def _flushed_share(self, path: str, scale: float) -> float:
         """The share of a module's nonzero gradients that half would flush to zero at a scale."""
-        counts = _by_exponent(self.exponents[_Row("matters", path, BACKWARD)])
+        counts = _by_exponent(self.tallies[_Row("matters", path, BACKWARD)])
         return self.limits.flushed_share(counts, scale / self.scale)
 
     def _lines(self) -> tuple[str, ...]:
@@ -388,7 +383,7 @@ class _Measuring:
         batches = [batch for i, batch in enumerate(self.gradients) if i not in left_out]
         seen = [size for batch in batches for path, size in batch.items() if path not in kept]
         if not seen:
-            total = sum((tally for row, tally in self.tallies.items() if row.table == "parameters"), start=Tally())
+            total = self._total("parameters")
             seen = [math.inf if total.nonfinite else total.max / self.scale]
         return max(seen) if 0 < max(seen) < math.inf else None
 
@@ -412,14 +407,13 @@ class _Measuring:
             if row.table == table
         )
 
-    def _histogram(self, table: str) -> dict[int, int]:
-        found = (counts for row, counts in self.exponents.items() if row.table == table)
-        return _by_exponent(sum(found, start=np.zeros(BINS, int)))
+    def _total(self, table: str) -> Tally:
+        return sum((tally for row, tally in self.tallies.items() if row.table == table), start=Tally())
 
 
-def _by_exponent(counts: np.ndarray) -> dict[int, int]:
+def _by_exponent(tally: Tally) -> dict[int, int]:
     """The number of values per exponent of two."""
-    return {int(i) - BIAS: int(counts[i]) for i in np.flatnonzero(counts)}
+    return {int(i) - BIAS: int(tally.exponents[i]) for i in np.flatnonzero(tally.exponents)}
 
 
 def _dtypes(place: Site) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -59,7 +59,8 @@ class Limits:
     @staticmethod
     def bits_of(limit: float) -> int:
         """The bits of a limit as a float32."""
-        return int(np.float32(limit).view(np.int32))
+        with np.errstate(over="ignore"):  # beyond float32's range: infinity
+            return int(np.float32(limit).view(np.int32))
 
     @property
     def flushed_below(self) -> int:
@@ -95,6 +96,7 @@ class Tally:
         flushed: The number of nonzero values that half would flush to zero.
         overflowed: The number of finite values that overflow to inf in half.
         nonfinite: The number of values that are inf or NaN already.
+        exponents: The number of nonzero finite values per exponent, shape (BINS,); 0 if they were not counted.
     """
 
     max: float = 0.0
@@ -104,6 +106,7 @@ class Tally:
     flushed: int = 0
     overflowed: int = 0
     nonfinite: int = 0
+    exponents: Any = dataclasses.field(default=0, compare=False)
 
     def __add__(self, other: Tally) -> Tally:
         mine, theirs = vars(self), vars(other)
@@ -156,8 +159,9 @@ def _size_bits(x: Any) -> Any:
 
 def tally_of(found: RangeNote) -> Tally:
     """The tally of a note."""
-    counts, (largest, smallest), _ = found
-    return Tally(float(largest), float(smallest), *map(int, counts))
+    counts, (largest, smallest), exponents = found
+    numbers = dict(zip(("size", "zeros", "flushed", "overflowed", "nonfinite"), map(int, counts), strict=True))
+    return Tally(float(largest), float(smallest), **numbers, exponents=exponents.astype(int) if exponents.size else 0)
 
 
 def _exponents(x: Any) -> Any:
@@ -246,34 +250,36 @@ def floats(variables: Iterable[Any]) -> list[int]:
 
 
 class RangeProbe(Probe):
-    """Records range statistics of each equation's results, and the exponents of gradients.
+    """Records range statistics of the results of some equations.
 
     Args:
-        block: The program.
-        counts: The equations whose results count as activations or gradients.
-        limits: The limits of the half dtype.
+        places: The equations.
+        limits: The limits of the dtype that each is compared with, by its number.
+        graded: The numbers of those whose exponents are counted.
+        quantised: Casts to float8 to record as well.
     """
 
-    def __init__(self, block: Block, counts: Counted, limits: Limits):
-        self.limits = limits
-        self.places: Mapping[int, Site] = {p.number: p for p in block.places() if is_measured(p, counts)}
-        self.graded = (counts.gradients | counts.parameters) & self.places.keys()
-        quantised = (p for p in block.places() if p.name == "float8_quantise" and p.phase != RECOMPUTED)
+    def __init__(
+        self,
+        places: Iterable[Site],
+        limits: Callable[[int], Limits],
+        graded: Collection[int] = (),
+        quantised: Iterable[Site] = (),
+    ):
+        self.places: Mapping[int, Site] = {p.number: p for p in places}
         self.quantised: Mapping[int, Site] = {p.number: p for p in quantised}
+        self.limits, self.graded = limits, graded
 
     def equation(
         self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
-        if place.number in self.quantised:
-            return {("float8", place.number): float8_note(*ins, place.eqn.params["dtype"])}
-        if place.number not in self.places:
+        number = place.number
+        if number in self.quantised:
+            return {("float8", number): float8_note(*ins, place.eqn.params["dtype"])}
+        if number not in self.places:
             return {}
         measured = [outs[i] for i in floats(place.eqn.outvars)]
-        return {("range", place.number): self.take(measured, self.limits, place.number in self.graded)}
-
-    def take(self, *given: Any) -> Any:
-        """The note of one equation; see `note`."""
-        return note(*given)
+        return {("range", number): note(measured, self.limits(number), number in self.graded)}
 
     def keys(self, block: Block) -> Sequence[Key]:
         found = [*(("range", n) for n in self.places), *(("float8", n) for n in self.quantised)]
@@ -293,9 +299,8 @@ class RangeProbe(Probe):
         return counts + more, extremes, exponents + others
 
 
-@functools.partial(jax.jit, static_argnames=("limits", "graded"))
 def note(arrays: Sequence[Any], limits: Limits, graded: bool = True) -> RangeNote:
-    """The note of some arrays; compiled once per combination of shapes.
+    """The note of some arrays, computed with NumPy where the host can read them in place.
 
     Args:
         arrays: Real floating-point arrays.
@@ -306,6 +311,12 @@ def note(arrays: Sequence[Any], limits: Limits, graded: bool = True) -> RangeNot
         Counts (in the order of the last fields of `Tally`), the largest and the smallest nonzero magnitude, and the
         histogram.
     """
+    return (note_on_host if all(map(in_host_memory, arrays)) else note_on_device)(arrays, limits, graded)
+
+
+@functools.partial(jax.jit, static_argnames=("limits", "graded"))
+def note_on_device(arrays: Sequence[Any], limits: Limits, graded: bool = True) -> RangeNote:
+    """The same, compiled once per combination of shapes."""
     arrays = [*map(compat.replicated, arrays)]
     x = arrays[0] if len(arrays) == 1 else jnp.concatenate([out.ravel() for out in arrays])
     zeros, small, held, finite, largest, smallest = _classified(x, limits)
@@ -319,15 +330,8 @@ def note(arrays: Sequence[Any], limits: Limits, graded: bool = True) -> RangeNot
 _CHUNK = 1 << 16  # elements: intermediate results stay in the cache
 
 
-class HostRangeProbe(RangeProbe):
-    """A `RangeProbe` that measures arrays with NumPy where the host can read them in place."""
-
-    def take(self, arrays: Sequence[Any], *given: Any) -> Any:
-        return (note_on_host if all(map(in_host_memory, arrays)) else note)(arrays, *given)
-
-
 def note_on_host(arrays: Sequence[Any], limits: Limits, graded: bool = True) -> RangeNote:
-    """The same result as `note`, computed with NumPy."""
+    """The same, computed with NumPy."""
     counts, histogram = np.zeros(5, np.uint32), np.zeros(BINS, np.uint32)
     largest, smallest = 0, INFINITY
     for size in (size for x in arrays for size in _chunks(_bits(x))):

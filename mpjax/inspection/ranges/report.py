@@ -130,13 +130,9 @@ class NumericsReport(Report):
     notes: tuple[str, ...] = ()
     budget: float = math.inf
 
+    heading = "Numerics: what {0.dtype} would lose"
     main = "by_op"
     derived = "overrides"
-
-    @property
-    def title(self) -> str:
-        """The page's title."""
-        return f"Numerics: what {self.dtype} would lose"
 
     @property
     def overrides(self) -> tuple[tuple[str, str], ...]:

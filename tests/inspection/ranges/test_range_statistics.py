@@ -16,7 +16,7 @@ def test_counts_are_those_of_a_cast_to_half(dtype):
     x = x.astype(np.float32).reshape(100, 100)
     with np.errstate(over="ignore"):
         half = x.astype(jnp.dtype(dtype))
-    for note in (range_statistics.note_on_host, range_statistics.note):
+    for note in (range_statistics.note_on_host, range_statistics.note_on_device):
         found = note([x], limits)
         tally = tally_of(found)
         assert tally.size == x.size
@@ -30,6 +30,6 @@ def test_counts_are_those_of_a_cast_to_half(dtype):
 
 
 def test_nothing_is_an_empty_tally():
-    for note in (range_statistics.note_on_host, range_statistics.note):
+    for note in (range_statistics.note_on_host, range_statistics.note_on_device):
         found = note([np.zeros((0, 3), np.float32)], Limits.of(jnp.float16))
         assert tally_of(found) == range_statistics.Tally()
