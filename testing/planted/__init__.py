@@ -18,11 +18,13 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 import jax
 
 from testing.planted.answers import Answer
-from testing.planted.causes import CAUSES
+from testing.planted.causes import CAUSES as FIRST
+from testing.planted.kinds import COMPETING, KINDS
 from testing.planted.models import LIBRARIES
 from testing.planted.programs import ALONE
 
 AS_PLANTED = "as planted"
+CAUSES = FIRST | KINDS | COMPETING
 
 
 def cases() -> dict[str, Callable[[], dict[str, Answer]]]:

@@ -61,7 +61,7 @@ def fault_of(fun: Callable[..., Any], *args: Any) -> NonFinite:
 
 def is_at(model: Model, found: str) -> None:
     """The module's path, or the planted function where the library names no scope (Equinox)."""
-    named = f"/{found}".endswith(f"/{model.path}") or "planted.py" in found
+    named = f"/{found}".endswith(f"/{model.path}") or "causes.py" in found
     assert named, f"names {found!r}, not {model.path!r}"
 
 

@@ -31,7 +31,7 @@ def overflow(model: Model) -> dict[str, Answer]:
         assert error(model, HALF) == float("inf")
         found = numerics_of(model)
         if not found.keep_float32:  # Equinox names no scope: the lines are named instead
-            assert all("planted.py" in line for line in found.losing_lines or ["nothing"]), str(found)
+            assert all("causes.py" in line for line in found.losing_lines or ["nothing"]), str(found)
             return
         assert [path.rpartition("/")[2] for path in found.keep_float32] == ["planted"], str(found)
         kept = mpjax.Policy("float32", "float16", "float32", overrides=found.overrides)

@@ -22,11 +22,12 @@ Plant = Callable[[Any, Any], Any]  # of the module's input and its weights
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A loss function with its arguments, and the path of the module `planted`."""
+    """A loss function with its arguments, the path of the module `planted`, and what makes it of another plant."""
 
     loss: Callable[..., Any]
     args: tuple[Any, ...]
     path: str
+    again: Callable[[Plant], Model] = dataclasses.field(repr=False, default=lambda plant: plain(plant))
 
 
 def normal(*shape: int) -> Any:
@@ -53,7 +54,7 @@ def plain(plant: Plant, per_example: bool = False) -> Model:
         return jnp.mean(out.astype(jnp.float32) ** 2)
 
     params = {name: normal(SIZE, SIZE + i)[:, :SIZE] / 4 for i, name in enumerate(("body", "planted", "head"))}
-    return Model(loss, (params, X), "planted")
+    return Model(loss, (params, X), "planted", functools.partial(plain, per_example=per_example))
 
 
 def linen(plant: Plant) -> Model:
@@ -70,7 +71,9 @@ def linen(plant: Plant) -> Model:
 
     net: Any = Net()
     params = jax.jit(net.init)(jax.random.key(0), X)
-    return Model(lambda params, x: jnp.mean(net.apply(params, x).astype(jnp.float32) ** 2), (params, X), "Net/planted")
+    return Model(
+        lambda params, x: jnp.mean(net.apply(params, x).astype(jnp.float32) ** 2), (params, X), "Net/planted", linen
+    )
 
 
 def flax_nnx(plant: Plant) -> Model:
@@ -89,7 +92,7 @@ def flax_nnx(plant: Plant) -> Model:
         def __call__(self, x: Any) -> Any:
             return self.head(self.planted(jnp.tanh(self.body(x))))
 
-    return Model(lambda net, x: jnp.mean(net(x).astype(jnp.float32) ** 2), (Net(nnx.Rngs(0)), X), "planted")
+    return Model(lambda net, x: jnp.mean(net(x).astype(jnp.float32) ** 2), (Net(nnx.Rngs(0)), X), "planted", flax_nnx)
 
 
 def haiku(plant: Plant) -> Model:
@@ -103,7 +106,11 @@ def haiku(plant: Plant) -> Model:
 
     net: Any = hk.without_apply_rng(hk.transform(network))
     params = net.init(jax.random.key(0), X)
-    return Model(lambda params, x: jnp.mean(net.apply(params, x).astype(jnp.float32) ** 2), (params, X), "planted")
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(net.apply(params, x).astype(jnp.float32) ** 2)
+
+    return Model(loss, (params, X), "planted", haiku)
 
 
 def equinox(plant: Plant) -> Model:
@@ -123,7 +130,7 @@ def equinox(plant: Plant) -> Model:
 
     body, head = (eqx.nn.Linear(SIZE, SIZE, key=jax.random.key(i)) for i in range(2))
     net = Net(body, Planted(normal(SIZE, SIZE) / 4), head)
-    return Model(lambda net, x: jnp.mean(jax.vmap(net)(x).astype(jnp.float32) ** 2), (net, X), "planted")
+    return Model(lambda net, x: jnp.mean(jax.vmap(net)(x).astype(jnp.float32) ** 2), (net, X), "planted", equinox)
 
 
 LIBRARIES: dict[str, Callable[[Plant], Model]] = {

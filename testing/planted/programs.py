@@ -199,7 +199,7 @@ def callback() -> dict[str, Answer]:
     args = normal(SIZE, SIZE), X
 
     def check(found: Any) -> None:
-        assert "pure_callback at planted.py" in str(found), str(found)
+        assert "pure_callback at programs.py" in str(found), str(found)
 
     return {
         "audit": lambda: check(mpjax.audit(loss, *args)),

@@ -58,7 +58,7 @@ def test_the_finding_comes_before_every_table(reports, name):
         "audit": "in half",
         "numerics": "largest safe loss scale",
         "nonfinite": "made by",
-        "profile": "What limits the step",
+        "profile": "a step on",
         "layerwise": "error",
     }
     text = reports[name].text()

@@ -110,6 +110,6 @@ def test_audit_of_such_a_step_leads_with_it(gradient):
     state = tx.init(PARAMS)
     with expected:
         report = mpjax.audit(step_of(tx, GRADIENTS[gradient]), PARAMS, state, X)
-    assert ("the most serious: unscaled" in report.headline) == (gradient == "jax.grad")
+    assert (": unscaled" in report.headline) == (gradient == "jax.grad")
     assert bool(re.search("no gradient is scaled.*mpjax.value_and_grad", str(report))) == (gradient == "jax.grad")
     assert ([risk.kind for risk in report.risks[:1]] == ["unscaled"]) == (gradient == "jax.grad")

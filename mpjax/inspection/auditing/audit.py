@@ -29,7 +29,7 @@ from mpjax.inspection.reports import added_up, totals
 from mpjax.inspection.trials import argument_names
 from mpjax.program import compat, contexts
 from mpjax.program.graph import Site, not_entered, operands_read, walk
-from mpjax.program.inlining import Flow, Value, flow_of
+from mpjax.program.inlining import Flow, Node, Value, flow_of
 from mpjax.program.interpreter import is_float
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import Op, primitive
@@ -150,10 +150,15 @@ def _kept(residuals: Sequence[Value], flow: Flow) -> tuple[Kept, ...]:
     rows = (
         ((node.site.path, node.site.source, node.site.name, value.aval.dtype.name), (value.bytes, 1))
         for value in residuals
-        if value.bytes and (node := flow.maker(value)) is not None
+        if value.bytes and (node := flow.maker(flow.source(value, _marks_saved))) is not None
     )
     found = (Kept(*place, size, count) for place, (size, count) in added_up(rows).items())
     return tuple(sorted(found, key=lambda row: -row.bytes))
+
+
+def _marks_saved(node: Node) -> bool:
+    """Whether it only marks what a policy of a checkpoint saves."""
+    return node.site.name in ("reduce_precision", "name")
 
 
 def residuals_of(flow: Flow) -> Iterator[Value]:

@@ -103,7 +103,7 @@ def lost_constants(sites: Iterable[Site], original: Callable[[], TracedCall]) ->
         dtype, value = v.aval.dtype, float(v.val)
         literal = None if other is None or i >= len(other.invars) else other.invars[i]
         written = float(literal.val) if isinstance(literal, compat.Literal) and not is_half(literal) else None
-        if written in (None, value, 0.0):
+        if written is None or written in (value, 0.0) or rounded(written, dtype) != value:
             numbers = _numbers(site)
             lost = next((n for n in numbers if n != value and rounded(n, dtype) == value), None)
             unknown = written is None and (literal is None or is_half(literal)) and not value
@@ -118,6 +118,15 @@ def is_suspect(v: Any) -> bool:
     return (
         isinstance(v, compat.Literal) and is_half(v) and np.size(v.val) == 1 and abs(float(v.val)) in (0, 1, math.inf)
     )
+
+
+def are_unexplained(sites: Iterable[Site]) -> bool:
+    """Whether half constants of 0 or 1 are more than the texts of their lines have: others were rounded to them."""
+    counts = collections.Counter[Any]()
+    for site in sites:
+        for v in filter(is_suspect, site.invars):
+            counts[abs(float(v.val)), _numbers(site)] += 1
+    return any(count > numbers.count(value) for (value, numbers), count in counts.items())
 
 
 def _numbered(sites: Iterable[Site]) -> Iterator[tuple[Any, Site]]:

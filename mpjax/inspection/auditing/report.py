@@ -184,7 +184,7 @@ class PrecisionReport(Report):
         notes = [Section("Notes", "\n".join(self.notes))] if self.notes else []
         sent = [] if self.communication is None else [communication_section(self.communication)]
         if not self.matmuls:
-            return [Section(self.title, "no matmul or convolution"), self._risks(), memory, *sent, *notes]
+            return [Section("", f"{self.name}: no matmul or convolution"), self._risks(), memory, *sent, *notes]
         speed = [self._speed()] if self.device else []
         return [self._flops(), self._findings(), self._risks(), self._places(), memory, *sent, *speed, *notes]
 
@@ -219,18 +219,18 @@ class PrecisionReport(Report):
             (dtype, *(_cell(phases[phase].get(dtype, 0)) for phase in _PHASES), f"{flops / total:.1%}")
             for dtype, flops in sorted(self.flops.items(), key=lambda pair: -pair[1])
         ]
-        of_all = amount(total, "FLOP")
-        if self.devices > 1:
-            of_all += f" in total on {self.devices} devices ({amount(total / self.devices, 'FLOP')} per device)"
         in_float8 = f" ({self.float8_share:.1%} in float8)" if self.float8_share else ""
-        answer = f"{self.half_share:.1%} in half{in_float8}, of {of_all} of matmuls and convolutions"
+        answer = f"{self.name}: {self.half_share:.1%} in half{in_float8}, of {amount(total, 'FLOP')}"
         if self.risks:
             worst, where, _ = next(_alike(self.risks, lambda risk: risk.kind))
             kinds = len({risk.kind for risk in self.risks})
-            answer += f"; {len(self.risks)} risks of {kinds} kinds" if len(self.risks) > 1 else "; one risk"
-            answer += f", the most serious: {worst.kind}" + (f" at {where}" if where else "")
+            answer += f"; {len(self.risks)} risks of {kinds} kinds, first" if len(self.risks) > 1 else "; one risk:"
+            answer += f" {worst.kind}" + (f" at {where}" if where else "")
         lines = [answer, *dict.fromkeys(risk.why for risk in self.risks if risk.kind == "unscaled"), *self._to_do()]
-        return Section(self.title, "\n".join(lines), f"operands|>{'|>'.join(_PHASES)}|>share", rows)
+        if self.devices > 1:
+            each = amount(total / self.devices, "FLOP")
+            lines.append(f"{amount(total, 'FLOP')} in total on {self.devices} devices ({each} per device)")
+        return Section("", "\n".join(lines), f"operands|>{'|>'.join(_PHASES)}|>share", rows)
 
     def _to_do(self) -> list[str]:
         """The most important results: the matmuls not in half and the most severe risks."""

@@ -17,6 +17,7 @@ from mpjax.program.graph import Site, sub_jaxprs
 from mpjax.program.inlining import INPUT, Flow, Node, Value
 from mpjax.program.interpreter import is_half
 from mpjax.program.primitives import Op, primitive
+from mpjax.program.source import BACKWARD
 from mpjax.program.tracing import TracedCall
 
 # By name: each risk is a form, in which the place of each operand counts.
@@ -276,7 +277,7 @@ def _updates(flow: Flow, known: dict[Value, Facts]) -> Iterator[RiskySite]:
 
 
 def _accumulators(flow: Flow) -> Iterator[RiskySite]:
-    """Sums over the iterations of a loop that are stored in half after each term."""
+    """Sums over the iterations of a loop, and of gradients over calls, that are stored in half after each term."""
     for node in flow.eqns:
         if primitive(node.site.name).loop:
             body = sub_jaxprs(node.site.eqn)[-1]
@@ -284,19 +285,28 @@ def _accumulators(flow: Flow) -> Iterator[RiskySite]:
             length = node.site.eqn.params.get("length")
             times = "iterations" if length is None else f"{length} iterations"
             for before, after in zip(carry, node.inner[-1].outputs, strict=False):
-                yield from _added_to(node.inner[-1], before, after, times)
+                yield from _added_to(node.inner[-1], before, [after], times)
+    for value in filter(is_half, flow.outputs):
+        node, dtype = flow.maker(flow.source(value, _passes)), value.aval.dtype
+        terms = [flow.source(v, _passes) for v in node.reads] if node is not None else []
+        of_gradients = any(maker.site.phase == BACKWARD for v in terms if (maker := flow.maker(v)) is not None)
+        if of_gradients and primitive(node.site.name).adds and any(v.kind == INPUT and is_half(v) for v in terms):
+            yield "accumulator", node.site, dtype.name, _summed("calls", dtype)
+        elif of_gradients and node.site.name == "reduce_sum" and dtype == np.float16:
+            yield "sum", node.site, dtype.name, "a sum of gradients that is cast to float16, which overflows at 65504"
+    yield from _unrolled(flow)
 
 
-def _added_to(flow: Flow, before: Value, after: Value, times: str) -> Iterator[RiskySite]:
+def _added_to(flow: Flow, before: Value, after: Iterable[Value], times: str) -> Iterator[RiskySite]:
     """The additions to a half value that make it a sum or a running mean of other values, and no residual stream."""
     if not is_half(before):
         return
     dependent = flow.after(before)
 
     def sources(value: Value) -> Iterator[Value]:
-        """The values that a value is, seen through moves and the branches of a conditional."""
+        """The values that a value is, seen through moves, casts and the branches of a conditional."""
         node = flow.maker(value)
-        if node is None or not (primitive(node.site.name).moves or node.site.name == "cond"):
+        if node is None or not (_passes(node) or node.site.name == "cond"):
             yield value
         elif node.site.name == "cond":
             for branch in node.inner:
@@ -314,15 +324,45 @@ def _added_to(flow: Flow, before: Value, after: Value, times: str) -> Iterator[R
         is_scaling = row.moves or row.adds or row.whole or row.scales
         return any(map(transformed if is_scaling else dependent.__contains__, node.reads))
 
-    for result in dict.fromkeys(sources(after)):
+    dtype = before.aval.dtype
+    for result in dict.fromkeys(source for value in after if value.aval.dtype == dtype for source in sources(value)):
         node = flow.maker(result)
-        if node is None or not primitive(node.site.name).adds or len(node.reads) != 2 or not is_half(result):
+        if node is None or not primitive(node.site.name).adds or len(node.reads) != 2:
             continue
         old, new = sorted(node.reads, key=lambda value: before not in sources(value))
         if before in sources(old) and new.constant is None and not transformed(new):
-            dtype = result.aval.dtype
-            why = f"summed over {times} in {dtype.name}, which has {_digits(dtype)} bits: keep the sum in float32"
-            yield "accumulator", node.site, dtype.name, why
+            yield "accumulator", node.site, dtype.name, _summed(times, dtype)
+
+
+_MANY_TERMS = 8
+
+
+def _unrolled(flow: Flow) -> Iterator[RiskySite]:
+    """The ends of long sums, term by term, as a loop of Python makes them."""
+
+    def addition(value: Value) -> Node | None:
+        node: Node | None = flow.maker(flow.source(value, _passes))
+        return node if node is not None and node.site.name == "add" and is_half(node.writes[0]) else None
+
+    terms: dict[int, tuple[Value, ...]] = {}  # of each addition, by `id`
+    ends: dict[int, Node] = {}
+    for node in (each for each in flow.eqns if each.writes and id(addition(each.writes[0])) == id(each)):
+        old, new = sorted(node.reads, key=lambda value: addition(value) is None)
+        before = addition(old)
+        earlier = terms[id(before)] if before is not None else (old,)
+        # A term that depends on the sum so far is that of a residual stream.
+        is_stream = before is not None and flow.depends([new], before.writes[0])
+        terms[id(node)] = () if is_stream else (*earlier, new)
+        ends.pop(id(before), None)
+        ends[id(node)] = node
+    for end in ends.values():
+        if (count := len(terms[id(end)])) >= _MANY_TERMS:
+            dtype = end.writes[0].aval.dtype
+            yield "accumulator", end.site, dtype.name, _summed(f"{count} terms", dtype)
+
+
+def _summed(times: str, dtype: Any) -> str:
+    return f"summed over {times} in {dtype.name}, which has {_digits(dtype)} bits: keep the sum in float32"
 
 
 def _digits(dtype: Any) -> int:

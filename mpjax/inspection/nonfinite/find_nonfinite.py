@@ -14,8 +14,8 @@ import numpy as np
 from jax.tree_util import Partial
 
 from mpjax.inspection.auditing.amplified import amplified
-from mpjax.inspection.auditing.constants import in_float32, is_suspect, lost_constants
-from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite_but
+from mpjax.inspection.auditing.constants import are_unexplained, in_float32, lost_constants
+from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite_but, is_number
 from mpjax.inspection.nonfinite.provenance import CodeProbe, Provenance, WatchProbe, code_of, first_fault, watched
 from mpjax.inspection.nonfinite.report import GROWING, OperandRange, Symptoms, diagnosis_of
 from mpjax.inspection.nonfinite.report import NonFinite as NonFinite
@@ -109,6 +109,7 @@ class _Examined:
         self.names, self.leaves = traced.names, [*traced.arrays, *self.block.consts]
         self.places = {place.number: place for place in self.block.places()}
         self.entry: Provenance | None = None  # where a fault of the forward pass enters the backward pass
+        self.made = set[int]()  # the equations that made an inf or NaN, whether or not it reaches a result
         self.watched = functools.cache(self._watched)
         self._evaluation: Eager | None = None
 
@@ -151,7 +152,9 @@ def _search(program: _Examined) -> tuple[Provenance | None, Sequence[int]]:
     trips = program.watched().trips if has_while else {}
     outs, notes = program.run(Eager(CodeProbe(program.block, trips)), program.leaves)
     codes = jax.device_get(_codes(outs))
-    fault, program.entry = first_fault(program.block, *jax.device_get((_codes(program.leaves), codes, notes)))
+    fault, program.entry, program.made = first_fault(
+        program.block, *jax.device_get((_codes(program.leaves), codes, notes))
+    )
     return fault, codes
 
 
@@ -221,13 +224,15 @@ def _examined(
     eqn = place.eqn
     which, index, device = map(int, here["index"])
     out = [v.aval for v in eqn.outvars if is_inexact(v)][which]
-    node = next(node for node in program.flow.eqns if node.site.eqn is eqn)
-    derivative = place.phase == FORWARD and id(eqn) not in _primal(program.flow)
+    flow = program.flow
+    node = next(node for node in flow.eqns if node.site.eqn is eqn and node.site.phase == place.phase)
+    derivative = _is_derivative(flow, node)
     element = tuple(int(i) for i in np.unravel_index(index, out.shape)) if out.shape else ()
     value = float(there["value"]) if reached else None
     kind = "nan" if np.isnan(here["value"]) else "inf"
+    fine = math.isfinite(here["float32"] if value is None else value)
     overflows = kind == "inf" and place.name in GROWING
-    constants, doubtful = ("", False) if overflows else _lost_constants(block, place, original)
+    constants, doubtful = ("", False) if overflows else _lost_constants(program, node, original, not fine)
     evidence = Symptoms(
         primitive=place.name,
         kind=kind,
@@ -237,20 +242,20 @@ def _examined(
         operands32=tuple(map(float, there["operands"])) if reached else (),
         local=float(here["float32"]),
         float32=value,
-        # What is recomputed was finite in the forward pass, so this is part of a derivative.
-        backward=place.phase != FORWARD or derivative,
+        backward=derivative or place.phase == BACKWARD or _was_finite(program, place),
         derivative=derivative,
-        of_sqrt=_is_derivative_of_sqrt(program.flow, node),
+        of_sqrt=_is_derivative_of_sqrt(flow, node),
         float8=out.dtype.name if out.dtype.name.startswith("float8") else "",
         constant=fault.is_constant,
         opaque=primitive(place.name).op is Op.OPAQUE,
         constants=constants,
         doubtful=doubtful,
-        rounding=_amplified_rounding(program.flow, place),
+        rounding=_amplified_rounding(flow, place),
+        index=_index_out_of_bounds(eqn, here["ranges"]),
         where_gradient=_is_where_gradient(program, fault, outs),
         float32_is_fine=functools.partial(_float32_is_fine, original),
     )
-    floats = [v.aval for v in eqn.invars if is_inexact(v)]
+    numbers = [v.aval for v in eqn.invars if is_number(v)]
     iteration = fault.indices(program.places)
     return NonFinite(
         primitive=place.name,
@@ -262,7 +267,7 @@ def _examined(
         iteration=iteration[0] if len(iteration) == 1 else iteration or None,
         inputs=tuple(
             OperandRange(str(aval.dtype), aval.shape, float(found[0]), float(found[1]), float(found[2]), int(found[3]))
-            for aval, found in zip(floats, here["ranges"], strict=True)
+            for aval, found in zip(numbers, here["ranges"], strict=True)
         ),
         output=array_text(out),
         count=int(here["count"]),
@@ -278,15 +283,31 @@ def _coordinates(device: int, axes: dict[str, int]) -> str:
     return ", ".join(f"{axis}={int(i)}" for axis, i in zip(axes, indices, strict=True))
 
 
-def _lost_constants(block: Block, place: Site, original: Callable[[], TracedCall]) -> tuple[str, bool]:
-    """The constants that half made zero or inf, in words; and whether others of the operation's line may be some."""
-    places = [site for site in block.places() if not site.blocks]
-    found = [lost for lost in lost_constants(places, original) if abs(lost.value) != 1 and lost.written is not None]
-    near = [lost for lost in found if lost.site.source == place.source] or found
-    here = (v.val for site in places if site.source == place.source for v in site.invars if is_suspect(v))
-    outside = (c for c in block.consts if is_half(c) and np.size(c) == 1)
-    doubtful = any(float(value) == 0 for value in (*here, *outside))
+def _lost_constants(program: _Examined, node: Node, original: Callable[[], TracedCall], ones: bool) -> tuple[str, bool]:
+    """The constants that half made zero or inf, in words; and whether others that the operation reads may be some.
+
+    With `ones`, also those that became one and that the operation depends on, as 1 - 0.999 does.
+    """
+    flow, reached = program.flow, set(program.flow.reached(node.reads))
+    sites = [each.site for each in flow.eqns if not each.inner]
+    read = [each.site for each in flow.eqns if each is node or not reached.isdisjoint(each.writes)]
+    here = {id(site.eqn) for site in read} | {id(site.eqn) for site in sites if site.source == node.site.source}
+    found = [lost for lost in lost_constants(sites, original) if lost.written is not None]
+    near = [lost for lost in found if id(lost.site.eqn) in here and (ones or abs(lost.value) != 1)]
+    near = near or [lost for lost in found if abs(lost.value) != 1]
+    outside = (abs(float(np.ravel(c)[0])) for c in program.block.consts if is_half(c) and np.size(c) == 1)
+    doubtful = any(c in (0, 1) for c in outside) or are_unexplained(site for site in sites if id(site.eqn) in here)
     return "; ".join(dict.fromkeys(f"{lost.text}, at {lost.site.source}" for lost in near)), doubtful
+
+
+def _index_out_of_bounds(eqn: Any, ranges: Sequence[Any]) -> str:
+    """The index with which a gather reads outside of an array, in words; empty if there is none."""
+    if eqn.primitive.name != "gather" or len(axes := eqn.params["dimension_numbers"].start_index_map) != 1:
+        return ""
+    size, (low, high, *_) = eqn.invars[0].aval.shape[axes[0]], ranges[1]
+    last = size - eqn.params["slice_sizes"][axes[0]]
+    bad = [int(i) for i in (high, low) if not 0 <= i <= last]
+    return f"index {bad[0]} of an axis of {size}" if bad else ""
 
 
 def _amplified_rounding(flow: Flow, place: Site) -> str:
@@ -301,6 +322,23 @@ def _is_derivative_of_sqrt(flow: Flow, node: Node) -> bool:
         return False
     maker = flow.maker(node.reads[1])
     return maker is not None and maker.site.name == "sqrt"
+
+
+def _is_derivative(flow: Flow, node: Node) -> bool:
+    """Whether an equation of the forward pass, or of its recomputation, only computes a derivative."""
+    if node.site.phase == FORWARD:
+        return id(node.site.eqn) not in _primal(flow)
+    is_power = node.site.name in ("pow", "integer_pow")  # of which the derivative is one too
+    readers = [reader for v in node.writes for reader in flow.readers.get(v, ())]
+    return _is_derivative_of_sqrt(flow, node) or (is_power and all(each.site.phase == BACKWARD for each in readers))
+
+
+def _was_finite(program: _Examined, place: Site) -> bool:
+    """Whether a recomputed equation repeats one of the forward pass, which was finite there."""
+    key = place.name, place.source, place.path
+    forward = (other for other in program.places.values() if other.phase == FORWARD and place.phase != FORWARD)
+    copies = {other.number for other in forward if (other.name, other.source, other.path) == key}
+    return bool(copies) and copies.isdisjoint(program.made)
 
 
 def _primal(flow: Flow) -> set[int]:

@@ -25,6 +25,12 @@ def at_iteration(iteration: Sequence[Any], target: Sequence[int]) -> Any:
     return hit
 
 
+def is_number(x: Any) -> bool:
+    """Whether a value or a variable is an array of numbers: floats, indices, labels."""
+    aval = getattr(x, "aval", None) or jax.typeof(x)
+    return is_inexact(x) or (compat.is_shaped(aval) and jnp.issubdtype(aval.dtype, jnp.integer))
+
+
 class Reached(Exception):
     """Ends an evaluation at the target of a `PointProbe`; holds its note."""
 
@@ -72,14 +78,14 @@ class PointProbe(Probe):
             "value": _at(floats, which, index),
             "float32": _at(wide, which, index),
             "operands": jnp.stack([_operand_at(x, floats[0].shape, index) for x in ins]),
-            "ranges": [_range(x) for x in ins if is_inexact(x)],
+            "ranges": [_range(x) for x in ins if is_number(x)],
         }
 
     def keys(self, block: Block) -> Sequence[Key]:
         return (("point",),) if block.start <= self.target.number < block.end else ()
 
     def empty(self, key: Key) -> Any:
-        count, ranges = len(self.target.invars), sum(map(is_inexact, self.target.invars))
+        count, ranges = len(self.target.invars), sum(map(is_number, self.target.invars))
         numbers = {"index": jnp.zeros(3, jnp.int32), "count": jnp.int32(0), "value": jnp.float32(0)}
         nothing = {"chosen": jnp.array(False), "float32": jnp.float32(0), "operands": jnp.zeros(count, jnp.float32)}
         return jnp.array(False), {**numbers, **nothing, "ranges": [jnp.zeros(4, jnp.float32)] * ranges}

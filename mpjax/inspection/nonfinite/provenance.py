@@ -243,11 +243,11 @@ Address = Provenance | None
 
 def first_fault(
     block: Block, arguments: Sequence[int], outs: Sequence[int], notes: Mapping[Any, Any]
-) -> tuple[Provenance | None, Provenance | None]:
+) -> tuple[Provenance | None, Provenance | None, set[int]]:
     """The first fault that reached a result of the program or a check for finite values.
 
     Also returns the equation through which it enters the backward pass; None if a `where` of the forward pass passes it
-    on, or if it does not enter.
+    on, or if it does not enter; and the numbers of all equations that made an inf or NaN, which may reach no result.
 
     Args:
         block: The program.
@@ -265,7 +265,7 @@ def first_fault(
         if code and address is not None and address.rank <= last:
             found.append(address)
     fault = min(found, default=None)
-    return fault, None if fault in replay.passed_on else replay.entries.get(fault)
+    return fault, None if fault in replay.passed_on else replay.entries.get(fault), replay.made
 
 
 class _Iteration(NamedTuple):
@@ -286,6 +286,7 @@ class _Replay:
     def __init__(self, with_blocks: set[int]) -> None:
         self.with_blocks = with_blocks  # the numbers of the equations that have sub-jaxprs
         self.checked: set[Provenance] = set()
+        self.made: set[int] = set()
         self.passed_on: set[Address] = set()
         self.entries: dict[Address, Provenance] = {}
 
@@ -322,6 +323,7 @@ class _Replay:
                 joins = row.keeps_values and not row.kernel
                 is_check = row.logic or joins or (name == "ne" and _compares_itself(place.eqn))
                 outs.append(given if is_check else None)
+        self.made.update([place.number] if own in outs else [])
         if given is not None and outs == [given]:
             if place.phase == BACKWARD:
                 self.entries.setdefault(given, own)

@@ -35,7 +35,7 @@ class OperandRange:
         text = f"{shape} in [{self.min:.4g}, {self.max:.4g}]"
         if self.min > self.max:
             text = f"{shape} with no finite element"
-        elif math.isfinite(self.min_nonzero):
+        elif math.isfinite(self.min_nonzero) and "int" not in self.dtype:
             text += f", smallest nonzero {self.min_nonzero:.3g}"
         return text + (f", {self.nonfinite} inf or NaN" if self.nonfinite else "")
 
@@ -53,7 +53,7 @@ class NonFinite(Report):
         direction: `"forward"` or `"backward"`; operations that a remat recomputes count as forward.
         iteration: Index in the enclosing loop, in the order of `scan`'s inputs; a tuple for nested loops, outermost
             first; None outside loops.
-        inputs: The ranges of the operation's floating inputs.
+        inputs: The ranges of the operation's inputs, of numbers.
         output: Dtype and shape of its result, as `float16[8,4]`.
         count: Number of elements of the result that are inf or NaN.
         element: Index of the first of them that reaches the result; inside `shard_map`, the index on its device.
@@ -142,6 +142,7 @@ class Symptoms:
         opaque: Whether the operation can run only in the dtypes it was traced for.
         constants: The constants of the program that half made zero or inf, with what was written and the lines.
         doubtful: Whether a constant of the line is zero in half, and it is not known what was written.
+        index: The index out of bounds with which a gather made it, in words.
         rounding: What was rounded before, if the operation amplifies it, and the line that rounded it.
         where_gradient: Whether the fault only matters in the backward pass, which has a `where` that selects zeros.
         float32_is_fine: Returns whether the function is finite when traced in float32; None if unknown.
@@ -164,6 +165,7 @@ class Symptoms:
     constants: str = ""
     doubtful: bool = False
     rounding: str = ""
+    index: str = ""
     where_gradient: bool = False
     float32_is_fine: Callable[[], bool | None] = lambda: False
 
@@ -188,6 +190,8 @@ def diagnosis_of(found: Symptoms) -> str:
             "values before the cast"
         )
     cause = _SQRT if found.of_sqrt else _cause(found.primitive, found.operands, found.kind)
+    if cause and found.index:
+        cause = f"{found.index} is out of bounds, for which jnp.take and x[i] in mode 'fill' return NaN"
     if found.derivative and cause and not found.of_sqrt:
         cause = f"a derivative that is not finite here: {cause}"
     value = found.local if found.float32 is None else found.float32
@@ -203,7 +207,7 @@ def diagnosis_of(found: Symptoms) -> str:
             return "; ".join([*causes, _WHERE_GRADIENT])
         if not fine and found.constants:
             return "; ".join([*causes, found.constants, "write one that half holds, or keep this part in float32"])
-        if (fine is None and found.opaque) or found.doubtful:
+        if fine is None and (found.opaque or (found.doubtful and _divides_by_zero(cause))):
             why = f"{found.primitive} can't be run in another dtype" if found.opaque else "a constant may be rounded"
             return "; ".join([*causes, f"cannot tell whether float32 fails too ({why}): trace the function in float32"])
         fails = "float32 fails too" if found.half else "the program is in float32 here"

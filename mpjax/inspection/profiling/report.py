@@ -169,7 +169,7 @@ class ProfileReport(Report):
         else:
             lines.insert(0, f"nothing stands out: the device is busy {self.device_share:.0%} of the step")
         lines += [f"{i}. {advice}" for i, advice in enumerate(self.advice[:_FIRST], 1)]
-        return Section("What limits the step", "\n".join(lines))
+        return Section("", "\n".join(lines))
 
     def _times(self) -> Section:
         split = self.split
@@ -302,7 +302,7 @@ def advise(
             f"{duration(recompilation.seconds)} each ({recompilation})"
         )
         remedy = "pad batches to one shape or to a few, and drop a smaller last one"
-        remedy = remedy if recompilation.changed else "make it once"
+        remedy = remedy if recompilation.changed else "make a function once, and a value that changes an array argument"
         found.append(_advice("recompilation", split.compilation / split.wall, again, remedy))
     # Kernels may overlap, so their times are scaled to add up to the device time.
     scale = split.device / split.wall / (sum(kernel.seconds for kernel in kernels) or 1.0)

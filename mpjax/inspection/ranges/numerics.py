@@ -368,12 +368,23 @@ class _Measuring:
         return self.limits.flushed_share(counts, scale / self.scale)
 
     def _lines(self) -> tuple[str, ...]:
-        """The operations outside of named modules that lose most, with their lines."""
+        """The operations outside of named modules that lose values there, with their lines."""
+        largest = float(compat.finfo(self.limits.dtype).max)
+        flushes = any(
+            tally.flushed_share > _MUCH
+            for path, phase, tally in self._rows_that_matter()
+            if (path, phase) == ("", FORWARD)
+        )
+
+        def loses(row: _Row, tally: Tally) -> bool:
+            if row.phase == FORWARD:
+                return bool(tally.overflowed) or (flushes and tally.flushed_share > _MUCH)
+            return tally.max / self.scale > largest
+
         lost = [
             f"{row.op} at {row.source or 'an unknown line'}"
             for row, tally in self.tallies.items()
-            if row.table == "by_op" and not row.name
-            if tally.overflowed or (row.phase == FORWARD and tally.flushed_share > _MUCH)
+            if row.table == "by_op" and not row.name and self._may_be_half(row) and loses(row, tally)
         ]
         return tuple(dict.fromkeys(lost))
 
