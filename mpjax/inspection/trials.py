@@ -47,7 +47,7 @@ def trace_to_run(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwar
 
 def argument_names(program: TracedCall, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
     """The tree paths of a program's arguments in `(args, kwargs)`, including those of NNX objects that were split."""
-    if not contains_nnx_object((args, kwargs)):
+    if not nnx_calls.contains_state((args, kwargs)):
         return list(program.names)
     return nnx_calls.names(program.names, args, kwargs)
 

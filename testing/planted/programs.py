@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -281,6 +282,97 @@ def sleep_in_the_step() -> None:
     _limit(step, "code outside of jit", normal(SIZE, SIZE), jnp.asarray(X))
 
 
+def counter_of_python() -> None:
+    """A step that closes over a number that Python counts: a jit of it all would keep the first value."""
+    inner, count = jax.jit(lambda w, n: w - 0.1 * n * w, static_argnums=1), [0]
+
+    def step(w: Any) -> Any:
+        count[0] += 1
+        return inner(w, count[0])
+
+    found = mpjax.profile(step, normal(SIZE, SIZE), steps=3, carry=1)
+    assert found.limit == "recompilation", str(found)
+    assert "jit what" not in str(found), str(found)
+    assert "an array argument" in str(found), str(found)
+    given = jax.jit(lambda w, n: w - 0.1 * n * w)
+    assert mpjax.profile(given, normal(SIZE, SIZE), jnp.float32(1), steps=3).recompilation is None
+
+
+def saved_in_each_step() -> None:
+    """A step that writes its weights."""
+    step = jax.jit(lambda w, x: w - 0.1 * x.T @ jnp.tanh(x @ w))
+
+    def saving(w: Any, x: Any) -> Any:
+        w = step(w, x)
+        for _ in range(4):
+            np.savez(io.BytesIO(), np.asarray(w))
+        return w
+
+    found = mpjax.profile(saving, jnp.asarray(normal(256, 256)), jnp.ones((8, 256)), steps=6, carry=1)
+    assert found.limit in ("host work in the step", "code outside of jit"), str(found)
+    assert "scan" not in str(found.advice), str(found)
+
+
+def batch_of_numpy() -> None:
+    """A batch of 16 MB that each call copies to the device."""
+    step, batch = jax.jit(lambda w, x: x[:8].sum() + w.sum()), np.ones((4 << 20,), np.float32)
+    found = mpjax.profile(step, normal(SIZE, SIZE), batch, steps=6)
+    assert found.limit == "transfer", str(found)
+    assert "scan" not in str(found.advice), str(found)
+    cured = mpjax.profile(step, normal(SIZE, SIZE), jax.device_put(batch), steps=6)
+    assert "transfer" not in {advice.limit for advice in cured.advice}, "the advice does not help"
+
+
+def pipeline_and_recompilation() -> None:
+    """Batches that take 2 ms each, and are of another size at each step, which costs more."""
+    step = jax.jit(lambda w, x: jnp.sum(jnp.tanh(x @ w)))
+
+    def batches() -> Iterable[Any]:
+        for i in range(1000):
+            time.sleep(0.002)
+            yield jnp.ones((i + 1, SIZE))
+
+    found = mpjax.profile(step, normal(SIZE, SIZE), batches=batches(), steps=6)
+    assert found.limit == "recompilation", str(found)
+    assert "args[1]: float32[" in found.advice[0].text, str(found)
+
+
+def constants_of_an_optimizer() -> None:
+    """Zeros that optax writes are no lost epsilons; a norm in float16 that overflows is named."""
+    params, grads = {"w": jnp.ones((8, 8))}, {"w": jnp.full((64, 64), 100.0, jnp.float16)}
+    for tx in (optax.adam(1e-3), optax.adamw(1e-3), optax.lamb(1e-3), optax.clip_by_global_norm(1.0)):
+        assert not mpjax.audit(lambda *args: tx.update(*args), params, tx.init(params), params).risks
+    clip = optax.clip_by_global_norm(1.0)
+    found = mpjax.audit(clip.update, grads, clip.init(grads))
+    assert [risk.kind for risk in found.risks] == ["norm"], str(found)
+    assert not np.any(clip.update(grads, clip.init(grads))[0]["w"]), "the updates are all zero"
+    wide = jax.tree.map(jnp.float32, grads)
+    assert not mpjax.audit(clip.update, wide, clip.init(wide)).risks, "the advice does not help"
+    assert np.all(clip.update(wide, clip.init(wide))[0]["w"])
+
+
+def epsilon_and_a_norm() -> None:
+    """Adam in float16 behind a clip: its epsilon is zero, and the norm overflows."""
+    tx, params = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), {"w": jnp.ones((8, 8), jnp.float16)}
+    found = mpjax.audit(lambda *args: tx.update(*args), params, tx.init(params), params)
+    assert {"epsilon", "norm"} <= {risk.kind for risk in found.risks}, str(found)
+    assert {risk.source.partition(":")[0] for risk in found.risks} == {"programs.py"}, str(found)
+    assert "epsilon at programs.py" in str(found).splitlines()[0], str(found)
+
+
+def sum_of_calls_in_half() -> None:
+    """Gradients of microbatches that a step adds to an argument in bfloat16."""
+    args = normal(SIZE, SIZE), X
+
+    def accumulate(total: Any, w: Any, x: Any) -> Any:
+        grads = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return total + grads.astype(total.dtype)
+
+    found = mpjax.audit(accumulate, jnp.zeros((SIZE, SIZE), jnp.bfloat16), *args)
+    assert [risk.kind for risk in found.risks] == ["accumulator"], str(found)
+    assert not mpjax.audit(accumulate, jnp.zeros((SIZE, SIZE)), *args).risks, "the advice does not help"
+
+
 # Those that one tool answers.
 OF_ONE_TOOL: dict[str, tuple[Answer, ...]] = {
     "find_nonfinite": (
@@ -298,6 +390,9 @@ OF_ONE_TOOL: dict[str, tuple[Answer, ...]] = {
         mask_beyond_the_range,
         bad_dimension,
         expert_in_float32,
+        constants_of_an_optimizer,
+        epsilon_and_a_norm,
+        sum_of_calls_in_half,
     ),
     "watch": (flushed_while_training,),
     "parity": (updates_lost_in_half,),
@@ -305,6 +400,10 @@ OF_ONE_TOOL: dict[str, tuple[Answer, ...]] = {
         slow_pipeline,
         recompilation,
         sleep_in_the_step,
+        counter_of_python,
+        saved_in_each_step,
+        batch_of_numpy,
+        pipeline_and_recompilation,
     ),
 }
 ALONE: dict[str, Callable[[], dict[str, Answer]]] = {

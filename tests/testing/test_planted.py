@@ -4,12 +4,18 @@ import pytest
 
 from benchmarks.planted import table
 from testing import planted
+from testing.planted import roundings
+from testing.planted.kinds import COMPETING
 
 # One of each kind. The others run with `-m exhaustive`.
 QUICK = """
     healthy, plain; overflow, vmap; small gradients, Equinox; epsilon lost, Haiku; nan in a custom rule;
     nan on a device; norm in half, Linen; norm in half, NNX; overflow before a mask; trap of a where;
     empty mask; outlier batch; average in half; bad dimension
+    ; sum stored in half, plain; sum of a Python loop, Haiku; decay of one, NNX; label out of range, Linen
+    ; forward overflow, plain; log in a checkpoint, Equinox; much is kept, vmap; flushed gradients, plain
+    ; overflow and a log, Haiku; NaN batch and an outlier, plain; sum in half and an epsilon, Equinox
+    ; constants of an optimizer; epsilon and a norm; sum of calls in half; counter of python
 """
 QUICK = [" ".join(name.split()) for name in QUICK.split(";")]
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in planted.cases()]
@@ -24,6 +30,14 @@ def test_each_tool_answers_as_planted(name):
 def test_every_cause_is_planted_in_every_library():
     assert {*QUICK} <= {*planted.cases()}
     assert len(planted.cases()) == len(planted.CAUSES) * len(planted.LIBRARIES) + len(planted.ALONE) >= 40
+
+
+def test_a_third_have_two_causes():
+    """With the roundings beside a second cause."""
+    alone, beside = {*planted.cases()}, {*roundings.cases()}
+    two = {name for name in alone | beside if ", and " in name or name.split(",")[0] in COMPETING}
+    two |= {"epsilon and a norm", "pipeline and recompilation"} & alone
+    assert len(two) >= len(alone | beside) / 3
 
 
 def test_another_answer_and_a_crash_are_cells():

@@ -88,7 +88,8 @@ def audit(
     # An unknown device raises before the program is traced.
     tpu = device_of(device).is_tpu if device is not None else compat.platform() == "tpu"
     program = traced_call(fun, args, kwargs)
-    owners = owners_of(program.jaxpr, argument_names(program, args, kwargs))
+    program.names = argument_names(program, args, kwargs)
+    owners = owners_of(program.jaxpr, program.names)
     sites = list(walk(program.jaxpr, owners=owners))
     flow = flow_of(program.jaxpr, owners)
     matmuls = matmuls_of(sites)
@@ -218,7 +219,8 @@ def _scores(fun: Callable[..., Any], args: Any, kwargs: Any, residuals: list[Val
     with contexts.trial(trial), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The first trace has warned.
         program = traced_call(fun, args, kwargs)
-    owners = owners_of(program.jaxpr, argument_names(program, args, kwargs))
+    program.names = argument_names(program, args, kwargs)
+    owners = owners_of(program.jaxpr, program.names)
     fused, _, _ = _residuals(program, flow_of(program.jaxpr, owners), list(walk(program.jaxpr, owners=owners)))
     # Arrays with an element for each score of an attention that is fused, for all layers of a scan or all devices.
     kept, needed = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -184,7 +185,7 @@ class PrecisionReport(Report):
         notes = [Section("Notes", "\n".join(self.notes))] if self.notes else []
         sent = [] if self.communication is None else [communication_section(self.communication)]
         if not self.matmuls:
-            return [Section("", f"{self.name}: no matmul or convolution"), self._risks(), memory, *sent, *notes]
+            return [Section("", self._answer()), self._risks(), memory, *sent, *notes]
         speed = [self._speed()] if self.device else []
         return [self._flops(), self._findings(), self._risks(), self._places(), memory, *sent, *speed, *notes]
 
@@ -212,6 +213,20 @@ class PrecisionReport(Report):
         casts = ", ".join(f"{count} {name} ({amount(n, 'B')})" for name, (count, n) in self.casts.items())
         return "\n".join([*lines, f"casts: {casts or 'none'}"])
 
+    def _answer(self) -> str:
+        """The share in half, and the most severe risk."""
+        answer = f"{self.name}: no matmul or convolution"
+        if self.matmuls:
+            in_float8 = f" ({self.float8_share:.1%} in float8)" if self.float8_share else ""
+            total = amount(sum(self.flops.values()), "FLOP")
+            answer = f"{self.name}: {self.half_share:.1%} in half{in_float8}, of {total}"
+        for worst, where, _ in itertools.islice(_alike(self.risks, lambda risk: risk.kind), 1):
+            kinds = len({risk.kind for risk in self.risks})
+            of_kinds = f" of {kinds} kinds" if kinds > 1 else ""
+            answer += f"; {len(self.risks)} risks{of_kinds}, first" if len(self.risks) > 1 else "; one risk:"
+            answer += f" {worst.kind}" + (f" at {where}" if where else "")
+        return answer
+
     def _flops(self) -> Section:
         phases = self.flops_by_phase
         total = sum(self.flops.values())
@@ -219,14 +234,11 @@ class PrecisionReport(Report):
             (dtype, *(_cell(phases[phase].get(dtype, 0)) for phase in _PHASES), f"{flops / total:.1%}")
             for dtype, flops in sorted(self.flops.items(), key=lambda pair: -pair[1])
         ]
-        in_float8 = f" ({self.float8_share:.1%} in float8)" if self.float8_share else ""
-        answer = f"{self.name}: {self.half_share:.1%} in half{in_float8}, of {amount(total, 'FLOP')}"
-        if self.risks:
-            worst, where, _ = next(_alike(self.risks, lambda risk: risk.kind))
-            kinds = len({risk.kind for risk in self.risks})
-            answer += f"; {len(self.risks)} risks of {kinds} kinds, first" if len(self.risks) > 1 else "; one risk:"
-            answer += f" {worst.kind}" + (f" at {where}" if where else "")
-        lines = [answer, *dict.fromkeys(risk.why for risk in self.risks if risk.kind == "unscaled"), *self._to_do()]
+        lines = [
+            self._answer(),
+            *dict.fromkeys(risk.why for risk in self.risks if risk.kind == "unscaled"),
+            *self._to_do(),
+        ]
         if self.devices > 1:
             each = amount(total / self.devices, "FLOP")
             lines.append(f"{amount(total, 'FLOP')} in total on {self.devices} devices ({each} per device)")
