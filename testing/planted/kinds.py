@@ -279,6 +279,38 @@ def flushed_overflow(model: Model) -> dict[str, Answer]:
     return {"numerics": numerics}
 
 
+def label_and_an_overflow(x: Any, w: Any) -> Any:
+    return label_out_of_range(x, w) + overflowing(x, w)
+
+
+def overflows_beside_a_label(model: Model) -> dict[str, Answer]:
+    """The lookup comes first; without it, the overflow is left."""
+
+    def find_nonfinite() -> None:
+        half = fault_of(mpjax.autocast(model.loss, HALF), *model.args)
+        assert (half.primitive, half.direction) == ("gather", "forward"), str(half)
+        cured = model.again(overflowing)
+        rest = fault_of(mpjax.autocast(cured.loss, HALF), *cured.args)
+        assert (rest.primitive, rest.direction) == ("mul", "forward"), str(rest)
+        assert mpjax.find_nonfinite(cured.loss, *cured.args) is None
+
+    return {"find_nonfinite": find_nonfinite}
+
+
+def wide_sum(x: Any, w: Any) -> Any:
+    return wide(x, w) + summed(x, w).astype(jnp.float32)
+
+
+def keeps_and_accumulates(model: Model) -> dict[str, Answer]:
+    def audit() -> None:
+        grad, args = gradient(model)
+        found = mpjax.audit(grad, *args)
+        is_here(model, found.kept[0].module, found.kept[0].source)
+        assert "accumulator" in {risk.kind for risk in found.risks}, str(found)
+
+    return {"audit": audit}
+
+
 KINDS: dict[str, tuple[Plant, Answers]] = {
     "sum in half": (summed, accumulates),
     "sum stored in half": (summed_and_stored, accumulates),
@@ -296,4 +328,6 @@ COMPETING: dict[str, tuple[Plant, Answers]] = {
     "overflow and a log": (log_and_an_overflow, overflows_before_a_log),
     "NaN batch and an outlier": (dense, two_batches),
     "overflow and flushed gradients": (overflowing, flushed_overflow),
+    "label and an overflow": (label_and_an_overflow, overflows_beside_a_label),
+    "much is kept and a sum in half": (wide_sum, keeps_and_accumulates),
 }

@@ -1,9 +1,13 @@
 """Planted causes, each with the answers that the tools must give."""
 
+import jax
+import optax
 import pytest
 
+import mpjax
 from benchmarks.planted import table
 from testing import planted
+from testing.models.zoo import REGISTRY, harness
 from testing.planted import roundings
 from testing.planted.kinds import COMPETING
 
@@ -38,6 +42,28 @@ def test_a_third_have_two_causes():
     two = {name for name in alone | beside if ", and " in name or name.split(",")[0] in COMPETING}
     two |= {"epsilon and a norm", "pipeline and recompilation"} & alone
     assert len(two) >= len(alone | beside) / 3
+
+
+HEALTHY = [
+    n if n in ("linen_resnet", "weak_types") else pytest.param(n, marks=pytest.mark.exhaustive) for n in REGISTRY
+]
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("name", ZOO)
+def test_audit_sees_no_risk_in_a_training_step_of_the_zoo(name, policy):
+    program, (loss, params, batch) = REGISTRY[name], harness.abstract(name)
+    tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
+    with program.context():
+        fun, state = mpjax.autocast(loss, policy), jax.eval_shape(tx.init, params)
+
+        def step(params, state, batch):
+            if not program.differentiable:
+                return fun(params, batch)
+            value, grads = mpjax.value_and_grad(fun, state, has_aux=program.has_aux)(params, batch)
+            return mpjax.apply_gradients(tx, grads, state, params), value
+
+        assert mpjax.audit(step, params, state, batch).risks == ()
 
 
 def test_another_answer_and_a_crash_are_cells():
