@@ -383,7 +383,7 @@ def test_on_a_cpu_there_is_no_tensor_core_column(trained):
 def test_a_plain_function_is_also_compiled_as_a_whole():
     batches = [jnp.ones((4, 8)), jnp.ones((4, 8))]  # Read again and again.
     report = mpjax.profile(lambda w, x: (x @ w).sum(), jnp.ones((8, 8)), batches=batches, steps=1)
-    assert "as given, without jit" in str(report).splitlines()[2]
+    assert "as given, without jit" in str(report).splitlines()[1]
     assert sum(k.calls for k in report.kernels if k.kind == "matmul") == 1
 
 
