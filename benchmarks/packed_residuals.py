@@ -7,9 +7,12 @@ float32, over that of `residuals="half"`. The memory of a compiled step is `pyth
 from __future__ import annotations
 
 import functools
+import os
 import statistics
 import warnings
 from typing import Any
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")  # some programs have several devices
 
 import jax
 

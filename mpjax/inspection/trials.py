@@ -24,7 +24,16 @@ from mpjax.program import compat, contexts
 from mpjax.program import objects as nnx_calls
 from mpjax.program.graph import Block, Site, lay_out, walk
 from mpjax.program.host import in_host_memory
-from mpjax.program.interpreter import COMPILER_OPTIONS, Eager, Instrumented, Probe, is_half, is_low, widened
+from mpjax.program.interpreter import (
+    COMPILER_OPTIONS,
+    Eager,
+    Instrumented,
+    Probe,
+    bind_as_stored,
+    is_half,
+    is_low,
+    widened,
+)
 from mpjax.program.objects import contains_nnx_object, is_nnx_object
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import primitive
@@ -241,15 +250,18 @@ def rounding_scores(caller: str, loss: Loss, args: Sequence[Any]) -> list[tuple[
     program = trace_to_run(caller, loss.fun, args, dict(loss.kwargs or {}))
     block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names))
     places = {place.number: place for place in block.places() if not place.blocks and _stores_rounded(place)}
+    places = {number: place for number, place in places.items() if any(map(is_low, place.outvars))}
     lows = {n: next(i for i, v in enumerate(p.outvars) if is_low(v)) for n, p in places.items()}
     first = next(i for i, v in enumerate(block.outvars) if compat.is_inexact(v.aval) and not v.aval.shape)
     arrays, consts = [widened(x) for x in program.arrays], [widened(x) for x in block.consts]
 
-    def nudge(steps: Mapping[str, Any], place: Site, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
+    def nudge(
+        steps: Mapping[str, Any], place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any]
+    ) -> Sequence[Any]:
         if str(place.number) not in steps:
             return outs
         at = lows[place.number]
-        rounded = _to_half_and_back(outs[at], place.outvars[at].aval.dtype)
+        rounded = _rounded(place, iteration, lax.stop_gradient(ins), lax.stop_gradient(outs))[at]
         error = jnp.where(jnp.isfinite(rounded), rounded - outs[at], 0)
         nudged = outs[at] + steps[str(place.number)] * lax.stop_gradient(error)
         return [nudged if i == at else out for i, out in enumerate(outs)]
@@ -312,16 +324,18 @@ class _Differentiable(Instrumented):
 
 
 def _stores_rounded(place: Site) -> bool:
-    """Whether an equation rounds: its result is in half or float8, and its operands are not those values already."""
+    """Whether an equation rounds: its result to half or float8, which its operands are not already, or its operands."""
     row = primitive(place.name)
     moved = (row.moves or row.keeps_values) and all(map(is_half, [*place.invars[:1], *place.outvars]))
-    return not moved and any(map(is_low, place.outvars))
+    return not moved and (any(map(is_low, place.outvars)) or row.contracts)
 
 
-def _rounded(place: Site, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
+def _rounded(place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
     """An equation's results. Those in half or float8 are rounded to it and cast back to float32."""
     if not _stores_rounded(place):
         return outs
+    if primitive(place.name).contracts:  # a matmul that quantises its operands
+        return bind_as_stored(place.eqn, ins)
     return [_round(x, v.aval.dtype) if is_low(v) else x for x, v in zip(outs, place.outvars, strict=True)]
 
 

@@ -122,8 +122,8 @@ class Instrumented:
         probe: Takes the notes.
         wide: Whether to compute in float32 wherever the program has half, which gives its values without rounding to
             half.
-        replace: Takes an equation, its iteration and its results, and returns the results to use instead. It is a
-            pytree, because a `shard_map` can't close over the arrays in it on explicit axes.
+        replace: Takes an equation, its iteration, its operands and its results, and returns the results to use instead.
+            It is a pytree, because a `shard_map` can't close over the arrays in it on explicit axes.
     """
 
     def __init__(self, probe: Probe, wide: bool = False, replace: Partial | None = None):
@@ -160,7 +160,7 @@ class Instrumented:
         if not place.blocks:
             outs = self._bound(place, ins)
             if self.replace is not None:
-                outs = list(self.replace(place, iteration, outs))
+                outs = list(self.replace(place, iteration, ins, outs))
             return outs, self.probe.equation(place, iteration, ins, outs, functools.partial(bind_wide, eqn))
         notes = self.probe.entering(place, ins)
         special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
@@ -385,14 +385,18 @@ def bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     if name == "reduce_precision":
         return [widened(arrays[0])]
     if primitive(name).bits or primitive(name).op is Op.OPAQUE:
-        back = [
-            lax.convert_element_type(x, v.aval.dtype) if is_low(v) else x
-            for x, v in zip(arrays, eqn.invars, strict=True)
-        ]
-        return [widened(out) for out in bind(eqn, back)]
+        return bind_as_stored(eqn, arrays)
     params = {key: _wide_parameter(value) for key, value in eqn.params.items()}
     outs = eqn.primitive.bind(*map(widened, arrays), **compat.bind_params(eqn.primitive, params))
     return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def bind_as_stored(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Evaluates an equation in the dtypes of the program; results in half are widened. The arrays may have either."""
+    back = [
+        lax.convert_element_type(x, v.aval.dtype) if is_low(v) else x for x, v in zip(arrays, eqn.invars, strict=True)
+    ]
+    return [widened(out) for out in bind(eqn, back)]
 
 
 def _wide_parameter(value: Any) -> Any:

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.inspection.trials import Loss, Trial
+from mpjax.inspection.trials import Loss, Trial, relative_error, rounding_scores
 from mpjax.policy import get_policy
 
 
@@ -78,3 +78,27 @@ def test_an_overflow_is_an_infinite_error_and_an_override_takes_it_away():
     trial = Trial("test", Loss(hot).under(kept), args)
     assert trial.error(1.0, exact) < 0.01
     assert trial.error(2.0**60, exact) == math.inf
+
+
+@pytest.mark.filterwarnings("ignore:autocast. cpu is not known to")
+@pytest.mark.parametrize("policy", ["mixed_float8", "mixed_mxfp8"])
+def test_what_a_matmul_quantises_counts(policy):
+    params = [jax.random.normal(key, (32, 32)) / 6 for key in jax.random.split(jax.random.key(0), 4)]
+    x = jax.random.normal(jax.random.key(1), (64, 32))
+
+    def loss(params, x):
+        for i, w in enumerate(params):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(x @ w)
+        return jnp.mean(jnp.sin(x) ** 2)
+
+    rules = mpjax.Rules(float8=mpjax.Float8(min_size=(0, 0)))
+    half = Loss(loss).under(policy, rules)
+    exact = jax.grad(loss)(params, x)
+    found = Trial("test", half, (params, x)).error(1.0, exact)
+    assert found == pytest.approx(relative_error(jax.jit(jax.grad(half.fun))(params, x), exact), rel=0.05)
+    scores = {}
+    for site, score in rounding_scores("test", half, (params, x)):
+        scores[site.path] = max(score, scores.get(site.path, 0.0))
+    # The two layers between the first and the last are in float8.
+    assert min(scores["layer_1"], scores["layer_2"]) > 3 * max(scores["layer_0"], scores["layer_3"])

@@ -108,7 +108,9 @@ def finite_but(probe: Probe, fault: Provenance | None, alike: Collection[int]) -
         alike: The numbers of its equation and of those like it.
     """
 
-    def replace(span: Any, place: Site, iteration: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
+    def replace(
+        span: Any, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any]
+    ) -> Sequence[Any]:
         if fault is None or place.number not in alike:
             return outs
         hit = at_iteration(iteration, fault.iteration) if place.number == fault.number else False
