@@ -36,6 +36,8 @@ from mpjax.program.owners import owners_of
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD, RECOMPUTED
 
+# By name: mpjax's own primitive, whose operand is measured against the scale of its tensor.
+
 # A module that loses more than this share of its nonzero values should be kept in float32.
 _MUCH = 0.05
 # Half's largest number over the largest gradient seen, because gradients may grow later in training.

@@ -21,7 +21,6 @@ from mpjax.program.interpreter import Key, Probe, is_float
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import RECOMPUTED
 
-# By name: mpjax's own primitive, whose result has the range of its format.
 
 BINS = 256  # float32's exponents
 BIAS = 127
