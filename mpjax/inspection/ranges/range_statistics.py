@@ -21,7 +21,6 @@ from mpjax.program.interpreter import Key, Probe, is_float
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import RECOMPUTED
 
-
 BINS = 256  # float32's exponents
 BIAS = 127
 # As integers, the bits of float32 magnitudes sort like the magnitudes; infinity and NaN are the largest.
