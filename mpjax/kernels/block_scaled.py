@@ -102,8 +102,8 @@ def quantised(x: Any, dtype: np.dtype, axis: int = -1, in_rows: bool = False) ->
 
     Example:
         >>> elements, scales = quantised(jnp.array([[3.0] * 32 + [1000.0, 1.0]]), E4M3)
-        >>> elements.shape, scales.tolist(), float(elements[0, 0] * scales[0, 0]), float(elements[0, 32] * scales[0, 1])
-        ((1, 64), [[0.0078125, 4.0]], 3.0, 1024.0)
+        >>> elements.shape, scales.tolist()
+        ((1, 64), [[0.0078125, 4.0]])
     """
     axis %= x.ndim
     odd = -x.shape[axis] % BLOCK
