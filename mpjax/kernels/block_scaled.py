@@ -68,7 +68,7 @@ def multiply(
     *,
     cotangents: np.dtype = E4M3,
     half_gradients: bool = False,
-    **_: Any,
+    **of_tensors: Any,
 ) -> Any:
     """The matmul of two operands.
 
@@ -78,6 +78,7 @@ def multiply(
         half: The dtype of its result.
         cotangents: The float8 dtype of cotangents.
         half_gradients: Whether the gradients of float32 parameters are computed from half operands.
+        of_tensors: What only scales of whole tensors depend on (`scaled_matmul.matmul`).
     """
     dims = {"dimension_numbers": params["dimension_numbers"], "out_sharding": params.get("out_sharding")}
     a, b = (compat.vary_like(q.x, [p.x])[0] for p, q in (operands, operands[::-1]))

@@ -103,6 +103,8 @@ _TPU_FLOAT8 = ("TPU7x", "TPU v7", "TPU v7x")
 
 def _float8_slow_on(device: Any) -> str:
     capability = _capability(device)
+    if not hasattr(device, "compute_capability") and device.device_kind.startswith("NVIDIA"):
+        return ""  # A device that is not present is described by its kind, which does not say.
     if (_number(capability) or 0.0) >= 8.9 or capability.startswith(_AMD_FLOAT8) or device.device_kind in _TPU_FLOAT8:
         return ""
     shown = f"{device.device_kind} (compute capability {capability})" if capability else device.device_kind

@@ -91,6 +91,30 @@ def test_compiled_gradients_are_close_to_float32(policy, loss, rules):
     assert all(leaf.dtype == jnp.float32 for leaf in found)
 
 
+def errors_of_both(loss, x):
+    """The errors of the gradient with scales for tensors and for blocks."""
+    params = params_of(4)
+    exact, policies = jax.grad(loss)(params, x), ("mixed_float8", "mixed_mxfp8")
+    return [error(jax.jit(jax.grad(float8(loss, RULES, policy)))(params, x), exact) for policy in policies]
+
+
+@pytest.mark.parametrize("loss", [mlp, scanned, attention])
+def test_without_outliers_scales_for_blocks_are_about_as_accurate(loss):
+    by_tensor, by_block = errors_of_both(loss, X)
+    assert 0.8 < by_block / by_tensor < 1.1
+
+
+def test_an_outlier_costs_only_its_block():
+    def loss(params, x):
+        for w in params:
+            x = jax.nn.relu(x @ w)
+        return jnp.mean(jax.nn.relu(jnp.tanh(x)))
+
+    by_tensor, by_block = errors_of_both(loss, X.at[0, 0].multiply(1e6))
+    assert by_tensor > 0.9  # all other rows are flushed to zero
+    assert by_block < 0.2
+
+
 @either
 def test_the_matmuls_of_a_parameter_and_an_activation_run_in_float8(policy):
     first, middle, last = rows(float8(mlp, RULES, policy), params_of(), X)
@@ -353,6 +377,10 @@ def test_a_device_without_float8_units_is_named():
 def test_only_gpus_known_to_have_float8_units_are_taken_for_fast(capability, fast):
     device = types.SimpleNamespace(platform="gpu", device_kind="a GPU", compute_capability=capability)
     assert fast == (not FLOAT8.slow_on(device))
+
+
+def test_a_gpu_known_by_its_kind_alone_is_not_called_slow():
+    assert not FLOAT8.slow_on(types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200"))
 
 
 @pytest.mark.parametrize(("kind", "fast"), [("TPU v5p", False), ("TPU v6 lite", False), ("TPU7x", True)])
