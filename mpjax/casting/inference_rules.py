@@ -14,7 +14,7 @@ from mpjax.casting.plan import Action, Step
 from mpjax.casting.setting import AS_TRACED, IN_FLOAT32, IN_HALF, Region, tracked
 from mpjax.casting.updates import is_step
 from mpjax.casting.uses import Use
-from mpjax.kernels.tpu import selects
+from mpjax.kernels.lookup import selects
 from mpjax.program import compat
 from mpjax.program.primitives import Op, Saves, primitive
 
@@ -142,7 +142,7 @@ def _wide(inference: Inference, eqn: Any, listing: Listing) -> Step:
     if primitive(eqn.primitive.name).lookup and (stored_half or activation):
         return _half_lookup(inference, eqn, listing, HALF)
     if primitive(eqn.primitive.name).lookup and level >= Level.HALF and selects(eqn.invars[1].aval, eqn.params):
-        inference.unchanged = False  # `rewrite` issues it in another form for a TPU.
+        inference.unchanged = False  # `rewrite` issues it in another form for GPUs and TPUs.
     exact = isinstance(operand, compat.Literal) and exact_in_half(operand, inference.setting.half)
     if exact and inference.only_half(eqn):
         return inference.in_half(eqn, listing, level, "a constant that half represents exactly")

@@ -25,9 +25,10 @@ from mpjax.casting.remat import RematRegion
 from mpjax.casting.scaled import cotangents_of
 from mpjax.casting.setting import FLOAT32, tracked
 from mpjax.kernels import staging, weight_gradients
+from mpjax.kernels.lookup import select, selects
 from mpjax.kernels.packed import PACKINGS, Packed, Packing, pack, remembered_matmul, remembering, tangent_of
 from mpjax.kernels.scaled_matmul import SCALINGS, Operand
-from mpjax.kernels.tpu import select, selects, unfused
+from mpjax.kernels.tpu import unfused
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow
 from mpjax.program.evaluator import evaluate
@@ -325,10 +326,10 @@ def _bind(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
 
 
 def _selects_activations(step: Step, args: Sequence[Any]) -> bool:
-    """Whether a step selects an activation of each row, on a TPU; any other array is in memory anyway."""
+    """Whether a step selects an activation of each row, on a GPU or TPU; any other array is in memory anyway."""
     if not primitive(step.eqn.primitive.name).lookup or step.outs[0] is None or step.outs[0].level < Level.HALF:
         return False
-    return compat.platform() == "tpu" and selects(args[1], step.eqn.params)
+    return compat.platform() != "cpu" and not compat.under_jet() and selects(args[1], step.eqn.params)
 
 
 def _scaled_matmul(step: Step, operands: Sequence[MixedValue], params: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ import pytest
 import mpjax
 from mpjax import Rules
 from mpjax.inspection.profiling.hlo import HloModule
+from mpjax.kernels.lookup import element
 from mpjax.kernels.tpu import unfused
 from mpjax.planning.target import TARGETS, placed
 from mpjax.program import compat
@@ -110,8 +111,9 @@ def test_unfused_is_the_identity_under_every_transformation():
     np.testing.assert_array_equal(jax.linear_transpose(unfused.bind, X)(X)[0], X)
 
 
+@pytest.mark.parametrize("there", [gpu, tpu])
 @pytest.mark.parametrize(("axis", "mode"), [(0, "fill"), (1, "clip"), (2, "fill"), (2, "clip")])
-def test_a_tpu_selects_elements_of_activations_by_comparison(axis, mode):
+def test_an_accelerator_selects_elements_of_activations_by_comparison(axis, mode, there):
     shape, places = (2, 3, 4), np.delete((2, 3, 4), axis)
     indices = np.expand_dims(np.linspace(-9, 9, places.prod()).astype(np.int32).reshape(places), axis)
 
@@ -122,13 +124,37 @@ def test_a_tpu_selects_elements_of_activations_by_comparison(axis, mode):
     def results(fun):
         args = jnp.linspace(-1, 1, 96).reshape(8, 12), X[:2]
         out, pull = jax.vjp(fun, *args)
-        return str(jax.make_jaxpr(fun)(*args)).count("gather["), (out, pull(jax.tree.map(jnp.nan_to_num, out)))
+        pulled = lambda *args: jax.vjp(fun, *args)[1](out)
+        names = [e.eqn.primitive.name for e in measures.equations(jax.make_jaxpr(pulled)(*args))]
+        return names.count("scatter-add"), (out, pull(jax.tree.map(jnp.nan_to_num, out)))
 
-    gathers, here = results(cast := mpjax.autocast(fun, "mixed_bfloat16"))
-    with tpu():
-        gathers_there, there = results(cast)
-    assert (gathers, gathers_there) == (2, 1)
-    jax.tree.map(np.testing.assert_array_equal, here, there)
+    scattered, here = results(cast := mpjax.autocast(fun, "mixed_bfloat16"))
+    with there():
+        scattered_there, elsewhere = results(cast)
+    assert (scattered, scattered_there) == (2, 1)
+    jax.tree.map(np.testing.assert_array_equal, here, elsewhere)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_an_element_of_each_row_is_that_of_a_gather_under_every_transformation(axis):
+    x = jnp.linspace(-1, 1, 60).reshape(3, 4, 5)
+    at = jnp.expand_dims(jnp.argmax(jnp.sin(40 * x), axis), axis).astype(np.int32)
+
+    def results(take):
+        loss = lambda x, at: jnp.sum(jnp.sin(take(x, at)) ** 2)
+        return (
+            [jax.vmap(jax.value_and_grad(loss), axes)(*args) for axes, args in (((0, 0), (x, at)), ((-3, 0), (x, at)))],
+            jax.vmap(loss, (0, None))(x, at[0]),
+            jax.vmap(loss, (None, 0))(x[0], at),
+            jax.jvp(lambda x: take(x, at), [x], [x * x]),
+            jax.jit(jax.hessian(loss))(x[0], at[0]),
+            jax.linearize(lambda x: take(x, at), x)[1](x * x),
+            jax.grad(jax.checkpoint(loss))(x, at),
+        )
+
+    ours = results(lambda x, at: element.bind(x, at, axis=axis))
+    theirs = results(lambda x, at: jnp.take_along_axis(x, at, axis))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 def test_float16_on_a_tpu_is_warned_about():
