@@ -16,7 +16,7 @@ import jax
 import jax.extend.core as jex
 from jax._src import config, dispatch, source_info_util, traceback_util
 from jax._src import linear_util as lu
-from jax._src.core import get_axis_env, no_effects, shaped_abstractify
+from jax._src.core import NamedAxisEffect, get_axis_env, no_effects, shaped_abstractify
 from jax._src.core import set_current_trace as set_current_trace
 from jax._src.core import trace_ctx as trace_ctx
 from jax._src.dtypes import canonicalize_value
@@ -95,7 +95,8 @@ def present_call(eqn: Any) -> Callable[..., Any] | None:
     """
     hi = eqn.params.get("_prim")
     make = _PRESENT.get(type(hi).__name__) if type(hi).__module__.startswith("jax._src.") else None
-    return make(hi) if make is not None and not hi.effects else None
+    pure = all(isinstance(effect, NamedAxisEffect) for effect in hi.effects)  # of sums across devices
+    return make(hi) if make is not None and pure else None
 
 
 def _present_checkpoint(hi: Any) -> Callable[..., Any]:

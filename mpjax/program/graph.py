@@ -5,6 +5,7 @@ All tools share it, so that they count the same FLOPs, name the same source line
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -281,7 +282,8 @@ def replaced(jaxpr: Any, equation: Callable[[Any], Any], known: MutableMapping[A
 
 def _with_sub_jaxprs_replaced(eqn: Any, equation: Callable[[Any], Any], known: MutableMapping[Any, Any]) -> Any:
     for inner in sub_jaxprs(eqn):
-        new = replaced(inner.opened, equation, known)
+        with compat.on_its_devices(eqn.params) if "check_vma" in eqn.params else contextlib.nullcontext():
+            new = replaced(inner.opened, equation, known)
         eqn = eqn if new is inner.opened else compat.with_sub_jaxpr(eqn, inner.opened, new)
     return eqn
 

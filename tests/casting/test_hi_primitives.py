@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import mpjax
 from testing import measures
@@ -91,15 +93,38 @@ def in_vjp(w, x):
     return jnp.mean(jax.lax.scan(lambda h, _: (f(h, w), None), x, None, length=2)[0] ** 2)
 
 
-def root(w, x):
+def root(w, x, summed=lambda y: y):
     def residual(y):
-        return y @ w.T @ w + 3 * y - x
+        return summed(y @ w.T @ w) + 3 * y - x
 
     def solve(f, guess):
         return jax.lax.fori_loop(0, 12, lambda _, y: y - 0.2 * f(y), guess)
 
     found = jax.lax.custom_root(residual, jnp.zeros_like(x), solve, lambda g, y: solve(lambda z: g(z) - y, y * 0.0))
     return jnp.mean((found @ w) ** 2)
+
+
+@pytest.mark.filterwarnings("ignore:autocast. Not entered. _RootLinearMap")
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_root_on_several_devices_is_entered(explicit):
+    """Its rules are traced where its collectives have their axes."""
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(kind,), devices=jax.devices()[:2])
+
+    def on_device(w, x):
+        return jax.lax.pmean(root(w, x, lambda y: jax.lax.pmean(y, "i")), "i")
+
+    def sharded(w, x):
+        return jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())(w, x)
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("i")))
+        w = jax.device_put(W, NamedSharding(mesh, P()))
+        rows = mpjax.explain(mpjax.autocast(sharded), w, x).rows
+        assert {row.dtypes_in for row in rows if row.op == "dot_general"} == {("float16", "float16")}
+        assert any(row.op == "dot_general" and not row.rule and row.count > 1 for row in rows)
+        gradient = jax.jit(jax.grad(mpjax.autocast(sharded)))(w, x)
+        assert measures.relative_error(gradient, jax.jit(jax.grad(sharded))(w, x)) < 2e-2
 
 
 PROGRAMS = {"scan": scanned, "remat": in_remat, "custom_vjp": in_vjp, "custom_root": root}
