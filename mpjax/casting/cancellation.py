@@ -1,7 +1,8 @@
 """Differences from a number that a value has where its argument is 0: `exp(h) - 1`, `1 - cos(h)`, `2 * sigmoid(h) - 1`.
 
 Small arguments are common (a network's layers begin so), and then the difference cancels: rounded before it, nothing
-of the value is left. `1 - sigmoid(h)`, a gate, is 0.5 there and does not.
+of the value is left. `1 - sigmoid(h)`, a gate, is 0.5 there and does not. `1 - tanh(h)²` cancels where `h` is large:
+a difference from a number that its value, or that times -1, has at both ends.
 """
 
 from __future__ import annotations
@@ -27,10 +28,18 @@ def cancels(jaxpr: Any, eqn: Any) -> bool:
     for v, other in (eqn.invars, eqn.invars[::-1]):
         number = _number(other)
         if number and not isinstance(v, compat.Literal):
-            found = _at_zero(dataflow(jaxpr), v, {}, _DEEP)
-            wanted = number if eqn.primitive.name == "sub" else -number
-            return found is not None and abs(found - wanted) <= 1e-3 * abs(wanted)
+            subtracts = eqn.primitive.name == "sub"
+            wanted = number if subtracts else -number
+            zero, *ends = (_value(dataflow(jaxpr), v, {}, _DEEP, at) for at in (0.0, np.inf, -np.inf))
+            # `1 + tanh(h)`, of a GELU, is multiplied with `h`, and small beside what it is where `h` is positive.
+            opposite = (wanted, -wanted) if subtracts else (wanted,)
+            saturates = any(_near(end, wanted) for end in ends) and all(_near(end, *opposite) for end in ends)
+            return saturates or _near(zero, wanted)
     return False
+
+
+def _near(found: float | None, *numbers: float) -> bool:
+    return found is not None and any(abs(found - number) <= 1e-3 * abs(number) for number in numbers)
 
 
 def _number(v: Any) -> float:
@@ -43,19 +52,19 @@ def _scalar(literal: Any) -> float | None:
     return float(value) if value.ndim == 0 and value.dtype.kind in "fiub" else None
 
 
-def _at_zero(flow: Dataflow, v: Any, env: dict[Any, float | None], depth: int) -> float | None:
-    """The value of a variable where all that is not computed element by element is 0; None if that is not known."""
+def _value(flow: Dataflow, v: Any, env: dict[Any, float | None], depth: int, at: float) -> float | None:
+    """The value of a variable where all that is not computed element by element is `at`; None if not known."""
     if isinstance(v, compat.Literal):
         return _scalar(v)
     eqn = flow.maker(v)
     if eqn is None:
-        return env.get(v, 0.0)
+        return env.get(v, at)
     row = primitive(eqn.primitive.name)
     if not (row.pointwise or row.whole or row.call):
-        return 0.0
-    if not depth or v.aval.dtype.kind not in "fiub":
+        return at
+    if not depth or v.aval.dtype.kind not in "fiub" or (np.isinf(at) and v.aval.dtype.kind != "f"):
         return None
-    operands = [_at_zero(flow, x, env, depth - 1) for x in eqn.invars]
+    operands = [_value(flow, x, env, depth - 1, at) for x in eqn.invars]
     if row.whole:
         return operands[0]
     if row.call:
@@ -63,8 +72,9 @@ def _at_zero(flow: Dataflow, v: Any, env: dict[Any, float | None], depth: int) -
         opened = inner.opened
         inside = dict(zip(opened.invars, operands, strict=True))
         out = opened.outvars[eqn.outvars.index(v)]
-        return _at_zero(dataflow(opened), out, inside, depth - 1)
-    if None in operands:
+        return _value(dataflow(opened), out, inside, depth - 1, at)
+    known = zip(operands, eqn.invars, strict=True)
+    if any(y is None or (np.isinf(y) and x.aval.dtype.kind != "f") for y, x in known):
         return None
     arrays = [np.asarray(y, x.aval.dtype) for y, x in zip(operands, eqn.invars, strict=True)]
     found = bind_on_host(eqn, arrays, wide=False)

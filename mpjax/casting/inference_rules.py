@@ -77,9 +77,9 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
         return inference.in_float32(eqn, listing, _activation(level), "the user fixed its output dtype")
     # A matmul stores its half result, from which its derivative follows; anything else stores its half operand.
     exact = inference.setting.recompute and row.backward.saves is Saves.SATURATING and not listing.entry
-    if level == Level.HALF and exact and not inference.used(eqn) & Use.HALF:
-        return inference.in_float32(eqn, listing, Level.HALF, f"{why}: half activation, exact near saturation")
     used = inference.used(eqn)
+    if level == Level.HALF and exact and not used & Use.AMPLIFIED:
+        return inference.in_float32(eqn, listing, Level.HALF, f"{why}: half activation, exact near saturation")
     if level == Level.HALF and row.adds and _updates_input(inference, eqn):
         return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: updates an input of the program")
     if level == Level.HALF and used & Use.AMPLIFIED and used & Use.ANY_HALF:

@@ -43,7 +43,7 @@ _ADDED_BY_AUTOCAST = frozenset(
     stop_gradient optimization_barrier device_put expand_dims split unstack iota argmax argmin eq ne lt le gt ge
     eq_to lt_to le_to is_finite pvary pcast reduce_or custom_lin select_n mul sharding_constraint concatenate
     reshard reduce_window_max reduce_window_min detached straight_through aligned matmul_result matmul_tangent
-    float8_scale float8_quantise float8_rescale float8_result float8_tangent mxfp8_matmul unfused""".split()
+    float8_scale float8_quantise float8_rescale float8_result float8_tangent mxfp8_matmul unfused unscaled""".split()
 )
 
 
@@ -249,7 +249,7 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
 
 
 # What keeps matmuls in float32, and their derivatives: integers, products, indices, decompositions.
-_EXACT = ("jnp.tri(3) @", "'i,j->ij'", "[::-1] @", "jnp.linalg.", "astype(jnp.int32)")
+_EXACT = ("jnp.tri(3) @", "custom_linear_solve(", "'i,j->ij'", "[::-1] @", "jnp.linalg.", "astype(jnp.int32)")
 
 
 def _with_exact_results(jaxpr: Any, inside: bool = False) -> set[int]:

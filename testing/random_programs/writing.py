@@ -120,7 +120,7 @@ class Writer:
     def _masked(self, scope: Scope) -> None:
         """Attention with masked scores, or their softmax, or a masked matrix."""
         matrix, mask, masked = self.variable(scope, Type.MATRIX), self.choose(MASKS), self.choose(MASKED)
-        rows = self.choose(("jax.nn.softmax({0}) @ {1}", "jax.nn.softmax({0})", "jnp.clip({0}, -9.0)"))
+        rows = self.choose(("jax.nn.softmax({0}) @ {1}", "jax.nn.softmax({0})", "jnp.clip({0}, -9.1)"))
         name = self.name("m")
         scope.add(f"{name} = {mask}")
         scores = masked.format(self.choose((f"({matrix} @ {matrix}.T)", matrix)), name)

@@ -54,6 +54,31 @@ def test_a_difference_from_a_number_is_as_exact_as_by_hand(name, dtype):
     assert found <= 1.5
 
 
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("slope", [lambda h: 1 - jnp.tanh(h) ** 2, jax.vmap(jax.vmap(jax.grad(jnp.tanh)))])
+def test_the_slope_of_a_saturated_tanh_is_as_exact_as_by_hand(slope, dtype):
+    rng = np.random.default_rng(0)
+    params = [np.float32(rng.uniform(0.5, 1.5, (32, 32)) / 8), np.float32(rng.normal(size=(32, 32)) / 6)]
+    batch = np.float32(rng.uniform(0.9, 1.1, (16, 32)))
+    kind = Kind(lambda p, x: jnp.mean((1e3 * slope(x @ p[0]) @ p[1]) ** 2), params, batch)
+    found = error_of_by_hand(kind, lambda loss: mpjax.autocast(loss, f"mixed_{dtype}"), jnp.dtype(dtype))
+    assert found <= 1.5
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.sigmoid])
+def test_the_gradient_through_saturated_units_is_as_exact_as_by_hand(activation, dtype):
+    """The next matmul reads a half copy of their outputs, which may be exactly 1."""
+    rng = np.random.default_rng(0)
+    out = np.float32(rng.normal(size=(32, 32)) / 6)
+    params = [np.float32(rng.uniform(0.5, 1.5, (32, 32)) / 8)]
+    loss = lambda p, x: jnp.mean((activation(x @ p[0]) @ out) ** 2)
+    kind = Kind(loss, params, np.float32(rng.uniform(0.9, 1.1, (16, 32))))
+    assert error_of_by_hand(kind, lambda loss: mpjax.autocast(loss, f"mixed_{dtype}"), jnp.dtype(dtype)) <= 1.5
+
+
 # The bins of a distribution, as in a distributional critic or MuZero: constants of the program, or made in it.
 BINS = {
     "held": lambda: np.linspace(0, 1e6, 16, dtype=np.float32),
