@@ -124,14 +124,11 @@ class Checkpoints:
     def _of_best(self, like: Callable[[dict[str, Any]], Any]) -> str:
         """Names the checkpoint of the best epoch beside this folder, if that can be read."""
         folder = self._folder.with_name("best")
-        if folder == self._folder or not folder.is_dir():
-            return ""
-        with Checkpoints(folder, 1) as best:
-            try:
-                found = best.restore(like)
-            except UsageError:
-                return ""
-        return f" That of the best epoch, in {str(folder)!r}, is intact: --mode evaluate --best." if found else ""
+        if folder != self._folder and folder.is_dir():
+            with Checkpoints(folder, 1) as best, contextlib.suppress(UsageError):
+                if best.restore(like):
+                    return f" That of the best epoch, in {str(folder)!r}, is intact: --mode evaluate --best."
+        return ""
 
     def _read(self, step: int, like: Callable[[dict[str, Any]], Any]) -> Restored:
         stored = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))["record"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import functools
 import math
 import sys
 import types
@@ -67,19 +66,6 @@ class Group:
         return dataclasses.field(default=default, metadata={"group": own, "help": help, "aliases": aliases})
 
 
-class _ForeignFlag(argparse.Action):
-    """A switch of another training script, which prints its help and turns a policy on or off, if any."""
-
-    def __init__(self, policy: str, **options: Any) -> None:
-        super().__init__(**options)
-        self._policy = policy
-
-    def __call__(self, parser: Any, space: argparse.Namespace, value: Any, name: str | None = None) -> None:
-        print(f"--{self.dest}: {self.help}", flush=True)
-        if self._policy:
-            space.policy = "float32" if value in ("0", "false") else self._policy
-
-
 def parse(config: type[C], program: str, arguments: Sequence[str]) -> C:
     """Parses a command line into a config. Its field `given` holds the names of the given flags.
 
@@ -96,15 +82,18 @@ def parse(config: type[C], program: str, arguments: Sequence[str]) -> C:
         hint = f"did you mean {close[0]}?" if close else f"{program} --help lists all flags."
         raise UsageError(f"{rest[0]}: unknown flag; {hint}")
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(space).items()}
+    for name in given.keys() & config.foreign.keys():
+        note, policy = config.foreign[name]
+        print(f"--{name}: {note}", flush=True)
+        off = given.pop(name) in ("0", "false")
+        given |= {"policy": "float32" if off else policy} if policy else {}
     parsed: Any = config(**{**config.of_run(given), **given, "given": frozenset(given)})
     for field in _flags(config):
         uses = field.metadata["group"].uses
         used = uses is None or parsed.action in uses or getattr(parsed, field.name) is None
         if field.name in given and not used:
-            raise UsageError(
-                f"{_names(field)[0]} has no effect in {parsed.action_flag}; it is for {', '.join(sorted(uses))}. "
-                "Leave it out."
-            )
+            where = f"has no effect in {parsed.action_flag}; it is for {', '.join(sorted(uses))}"
+            raise UsageError(f"{_names(field)[0]} {where}. Leave it out.")
     return parsed
 
 
@@ -179,9 +168,8 @@ def _parser(config: type[Any], program: str) -> _Parser:
             *_names(field), dest=field.name, help=text, **_argument_options(hints[field.name], field.default)
         )
     switch: dict[str, Any] = {"nargs": "?", "const": "1", "type": str.lower, "choices": ("true", "false", "1", "0")}
-    for name, (note, policy) in config.foreign.items():
-        action: Any = functools.partial(_ForeignFlag, policy)
-        parser.add_argument("--" + name.replace("_", "-"), action=action, help=note, **switch)
+    for name, (note, _) in config.foreign.items():
+        parser.add_argument("--" + name.replace("_", "-"), help=note, **switch)
     return parser
 
 

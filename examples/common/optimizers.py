@@ -62,13 +62,8 @@ def _rule(flags: RunConfig, schedule: optax.Schedule) -> optax.GradientTransform
 
 def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Gives `tx` float32 params, so its state is float32: Adam's squared gradients would underflow in float16."""
-
-    def float32(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return tx.update(updates, state, None if params is None else float32(params))
-
+    float32: Any = mpjax.get_policy("float32").cast_to_param
+    update = lambda updates, state, params=None: tx.update(updates, state, float32(params))  # noqa: E731
     return optax.GradientTransformation(lambda params: tx.init(float32(params)), update)
 
 

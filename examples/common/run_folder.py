@@ -61,14 +61,9 @@ class RunFolder:
     def reopen(cls, output: Path, config: Mapping[str, Any], may_change: Collection[str] = ()) -> RunFolder:
         """Opens the folder of an earlier run, which must have the same settings except those in `may_change`."""
         folder = cls(output)
-        if output.is_dir():
-            folder.lock()
-        try:
-            if not folder.blank:
-                folder._check_same(json.loads(json.dumps(config)), may_change)
-        except BaseException:
-            folder.unlock()
-            raise
+        if not folder.blank:
+            folder._check_same(json.loads(json.dumps(config)), may_change)
+        folder.lock()
         return folder
 
     def _check_same(self, now: dict[str, Any], may_change: Collection[str]) -> None:
@@ -100,16 +95,13 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.unlock()
-            raise UsageError(
-                f"--output {str(self.path)!r}: another process is training there. Wait for it, end it, or give another "
-                "folder."
-            ) from error
+            what = "another process is training there. Wait for it, end it, or give another folder."
+            raise UsageError(f"--output {str(self.path)!r}: {what}") from error
 
     def unlock(self) -> None:
         """Releases the lock."""
         if self._lock is not None:
             self._lock.close()
-            self._lock = None
 
     def __enter__(self) -> RunFolder:
         return self
@@ -137,10 +129,8 @@ class RunFolder:
         except (OSError, ValueError) as error:
             found = newest_position(self.checkpoints).get(entry)
             if found is None:
-                why = f"no readable {name}: {one_line(error)}"
-                raise UsageError(
-                    f"{flag}: {str(self.path)!r} holds no run ({why}); give the folder of a training."
-                ) from error
+                why = f"holds no run (no readable {name}: {one_line(error)}); give the folder of a training."
+                raise UsageError(f"{flag}: {str(self.path)!r} {why}") from error
             say(f"{path} can't be read ({one_line(error)}): the newest checkpoint has a copy")
             return found
 

@@ -46,6 +46,7 @@ class Task(abc.ABC):
         title: The model and its data.
         steps: Number of steps of an epoch.
         test_count: Number of entries of the test set.
+        sets: The sets of the data that are open, by name, with `identity`, `skipped` and a length.
     """
 
     config_type: ClassVar[type[RunConfig]]
@@ -56,6 +57,7 @@ class Task(abc.ABC):
     title: str
     steps = 1
     test_count: int
+    sets: Mapping[str, Any] = {}
     # Only the modes predict, training_benchmark and inference_benchmark need these.
     predict: Any  # (Variables) -> the results
     synthetic_batch: Any  # () -> a batch shaped as the largest of `example_batches`
@@ -64,7 +66,6 @@ class Task(abc.ABC):
     def __init__(self, config: Any, parallel: DataParallel, data: Any) -> None:
         self.config, self.parallel, self.data = config, parallel, data
         self.policy, self.epochs, self.batch_size = config.policy, config.epochs, config.batch_size
-        self._executables: dict[Any, Callable[..., Any]] = {}
         if config.action in BUILD:  # A test pads its batches.
             parallel.check(self.batch_size)
 
@@ -107,17 +108,13 @@ class Task(abc.ABC):
         """What a resumed run must find again, as JSON: digests of its data by name, and the order of the outputs."""
         return {}
 
-    def skipped(self) -> Mapping[str, SkippedFiles]:
-        """The unusable files of each set."""
-        return {}
-
     def final_metrics(self, state: TrainState, between_steps: Callable[[], None]) -> dict[str, Any]:
         """Metrics of the summary that are measured only when training has ended."""
         return {}
 
     def facts(self) -> dict[str, Any]:
         """Entries of summary.json about the model and the data."""
-        return {}
+        return {f"{name}_{self.unit}": len(data) for name, data in self.sets.items()}
 
     def report(self, folder: Path | None) -> None:  # noqa: B027 - most have none
         """Reports a test in words, in a run's folder after a training."""
@@ -127,13 +124,16 @@ class Task(abc.ABC):
 
     # Shared by all scripts.
 
+    @property
+    def skipped(self) -> Mapping[str, SkippedFiles]:
+        """The unusable files of each set that has files."""
+        return {name: data.skipped for name, data in self.sets.items() if data.skipped is not None}
+
     def check_batch_size(self, name: str, count: int) -> None:
         """Raises `UsageError` if an epoch is smaller than one batch, since incomplete batches are dropped."""
         if self.batch_size > count:
-            raise UsageError(
-                f"--batch-size {self.batch_size} is larger than the data: {name} has {count} training {self.unit}. "
-                f"Give at most {count}."
-            )
+            few = f"{name} has {count} training {self.unit}. Give at most {count}."
+            raise UsageError(f"--batch-size {self.batch_size} is larger than the data: {few}")
 
     @property
     def best(self) -> tuple[str, int] | None:
@@ -184,11 +184,8 @@ class Task(abc.ABC):
         state = self.abstract_state()
         batches = [self.parallel.like_batch(batch) for batch in self.example_batches(self.batch_size)]
         with ThreadPoolExecutor() as executor:
-            compiled = list(
-                executor.map(lambda batch: training.compile_step(self.training.train_step, state, batch), batches)
-            )
-        for batch, step in zip(batches, compiled, strict=True):
-            self._executables[shape_of(batch)] = step.call
+            compiled = executor.map(lambda batch: self.training.train_step.lower(state, batch).compile(), batches)
+            self._executables = dict(zip(map(shape_of, batches), compiled, strict=True))
 
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Returns the next state and outputs for the progress bar, all on the device. Donates the state."""
@@ -209,9 +206,9 @@ class Task(abc.ABC):
 
     def position(self) -> dict[str, Any]:
         """Further entries of a checkpoint's position, as JSON: all that a run knows about itself."""
-        for part in gather({name: sorted(files.reasons) for name, files in self.skipped().items()}):
+        for part in gather({name: sorted(files.reasons) for name, files in self.skipped.items()}):
             self._count_skipped(part)  # Each process has met those of its rows.
-        skipped = {name: sorted(files.reasons) for name, files in self.skipped().items()}
+        skipped = {name: sorted(files.reasons) for name, files in self.skipped.items()}
         known = {"settings": self.config.settings(), "description": self.description(), "identity": self.identity()}
         return {"precision": self.config.precision, "skipped": skipped, **known}
 
@@ -243,7 +240,7 @@ class Task(abc.ABC):
         return self.parallel.place(state), position
 
     def _count_skipped(self, names: Mapping[str, Sequence[str]]) -> None:
-        for name, files in self.skipped().items():
+        for name, files in self.skipped.items():
             for path in names.get(name, ()):
                 files.reasons.setdefault(path, "before")
 
@@ -267,7 +264,8 @@ class Task(abc.ABC):
         else:
             like = Variables(training.float32_params(state), state.stats)
             variables = self.parallel.replicate(self.read_initial(source, like))
-        new = training.with_params(state, variables.params, self.training.policy)._replace(stats=variables.stats)
+        new = training.with_params(state, variables.params, self.training.policy, training.inner_state(state))
+        new = new._replace(stats=variables.stats)
         if state.ema:
             new = new._replace(ema=jax.tree.map(jnp.array, variables._asdict()))
         say(f"weights from {source}")

@@ -89,7 +89,7 @@ class Dataset(abc.ABC):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     image_shape: tuple[int, int, int]
-    problems: SkippedFiles | None = None  # the unreadable images
+    skipped: SkippedFiles | None = None  # the unreadable images
 
     @property
     def description(self) -> Description:

@@ -112,9 +112,7 @@ class Buckets:
     def _edges(self, count: int) -> list[int]:
         samples = self._speech.samples
         slowest = min(self._perturbation.speeds)
-        longest = self._perturbation.lengths(
-            np.array(samples.max()), np.array(self._perturbation.speeds.index(slowest))
-        )
+        longest = self._perturbation.lengths(samples.max(), self._perturbation.speeds.index(slowest))
         quantiles = np.quantile(samples, np.arange(1, count) / count)
         frames = frames_of(np.array([*quantiles.astype(np.int64), int(longest)]))
         # One extra frame has space for any remainder of a hop.

@@ -117,11 +117,9 @@ class Speech:
         have = np.asarray(frames(np.floor(self.samples / fastest).astype(np.int64)))
         need = np.array([frames_needed(labels) for labels in self.labels], np.int64)
         for index in np.flatnonzero(need > have):
-            self.skipped.add(
-                str(self.paths[index]),
-                f"its transcript is too long: it needs {need[index]} frames but the model outputs {have[index]} for "
-                f"{self.samples[index] / SAMPLE_RATE:.2f} s of audio: {self.transcripts[index]!r}",
-            )
+            given = f"{have[index]} for {self.samples[index] / SAMPLE_RATE:.2f} s of audio"
+            long = f"its transcript is too long: it needs {need[index]} frames but the model outputs {given}"
+            self.skipped.add(str(self.paths[index]), f"{long}: {self.transcripts[index]!r}")
         kept = np.flatnonzero(need <= have)
         self._keep([Utterance(self.paths[i], self.transcripts[i]) for i in kept], self.samples[kept])
 
@@ -210,9 +208,8 @@ class Alphabet:
             character = "#" if line == "\\#" else line
             if len(character) != 1 or character in found:
                 what = f"repeats line {found[character]}" if character in found else "must be one character"
-                raise UsageError(
-                    f"alphabet {str(path)!r}, line {number} {what}: {line!r}; a space is a line with a space in it."
-                )
+                hint = "a space is a line with a space in it."
+                raise UsageError(f"alphabet {str(path)!r}, line {number} {what}: {line!r}; {hint}")
             found[character] = number
         return cls("".join(found))
 
@@ -309,10 +306,8 @@ def read_csv(path: Path) -> list[Utterance]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{str(path)!r} cannot be read as a CSV file in UTF-8: {error}.") from error
     if missing := [name for name in names if name not in columns]:
-        raise UsageError(
-            f"{str(path)!r} has no column {' and no column '.join(missing)}; its first line is "
-            f"{','.join(columns)!r}, expected {','.join(names)}."
-        )
+        first = f"its first line is {','.join(columns)!r}, expected {','.join(names)}."
+        raise UsageError(f"{str(path)!r} has no column {' and no column '.join(missing)}; {first}")
     if not rows:
         raise UsageError(f"{str(path)!r} is empty: expected a line {','.join(names)} and one for each audio file.")
     utterances = []

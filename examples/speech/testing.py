@@ -15,7 +15,7 @@ import numpy as np
 from examples.common.cli import UnusableFileError, each_readable, say
 from examples.common.modes import cast_to_policy
 from examples.common.task import Task, shape_of
-from examples.common.training import Variables, check_outputs, compile_step
+from examples.common.training import Variables, check_outputs
 from examples.speech.audio import SAMPLE_RATE, read_audio
 from examples.speech.batching import Array, Buckets, Shape
 from examples.speech.config import Config
@@ -37,7 +37,7 @@ class Tester:
         """Compiles the steps for variables or their `ShapeDtypeStruct`s."""
         step = create_test_step(self._config, self._speech.alphabet.labels)
         batches = [self._parallel.like_batch(shape.zeros()) for shape in self._buckets.shapes]
-        self._steps = {shape_of(batch): compile_step(step, variables, batch).call for batch in batches}
+        self._steps = {shape_of(batch): step.lower(variables, batch).compile() for batch in batches}
 
     def run(self, variables: Variables, between_steps: Callable[[], None] = lambda: None) -> list[Transcribed]:
         """Transcribes each utterance."""
@@ -130,7 +130,7 @@ def transcribe_files(task: Any, variables: Variables) -> dict[str, Any]:
         batch = Shape(1, length, 1).zeros()
         batch.audio[0, : len(samples)], batch.audio_lengths[0] = samples, len(samples)
         inputs = weights, jax.device_put(batch, device)
-        program = programs[length] = programs.get(length) or compile_step(transcribe, *inputs).call
+        program = programs[length] = programs.get(length) or transcribe.lower(*inputs).compile()
         seconds, text = [], ""
         for _ in range(runs + 1):
             started = time.perf_counter()
