@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import sys
@@ -14,13 +15,7 @@ from jax._src import distributed
 from tqdm import tqdm
 
 # Messages of the operating system, which TensorStore wraps in its own errors.
-_DISK_PROBLEMS = (
-    "No space left on device",
-    "Disk quota exceeded",
-    "File too large",
-    "Read-only file system",
-    "Permission denied",
-)
+_DISK_PROBLEMS = [*map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES))]
 
 
 class UsageError(Exception):

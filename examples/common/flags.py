@@ -82,11 +82,11 @@ def parse(config: type[C], program: str, arguments: Sequence[str]) -> C:
         hint = f"did you mean {close[0]}?" if close else f"{program} --help lists all flags."
         raise UsageError(f"{rest[0]}: unknown flag; {hint}")
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(space).items()}
-    for name in given.keys() & config.foreign.keys():
-        note, policy = config.foreign[name]
-        print(f"--{name}: {note}", flush=True)
-        off = given.pop(name) in ("0", "false")
-        given |= {"policy": "float32" if off else policy} if policy else {}
+    for name, (note, policy) in config.foreign.items():
+        if (value := given.pop(name, None)) is not None:
+            print(f"--{name}: {note}", flush=True)
+            if policy:  # An explicit --policy wins.
+                given.setdefault("policy", "float32" if value in ("0", "false") else policy)
     parsed: Any = config(**{**config.of_run(given), **given, "given": frozenset(given)})
     for field in _flags(config):
         uses = field.metadata["group"].uses
@@ -151,22 +151,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(config: type[Any], program: str) -> _Parser:
-    parser = _Parser(
-        prog=program,
-        usage="%(prog)s [FLAGS]",
-        description=config.__doc__,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
+    how: dict[str, Any] = {"allow_abbrev": False, "argument_default": argparse.SUPPRESS}
+    parser = _Parser(prog=program, usage="%(prog)s [FLAGS]", description=config.__doc__, **how)
     hints = typing.get_type_hints(config)
     groups: dict[str, Any] = {}
     for field in _flags(config):
         title = field.metadata["group"].title
         group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
         text = (field.metadata["help"] + _default_text(field.default)).replace("%", "%%")
-        group.add_argument(
-            *_names(field), dest=field.name, help=text, **_argument_options(hints[field.name], field.default)
-        )
+        options = _argument_options(hints[field.name], field.default)
+        group.add_argument(*_names(field), dest=field.name, help=text, **options)
     switch: dict[str, Any] = {"nargs": "?", "const": "1", "type": str.lower, "choices": ("true", "false", "1", "0")}
     for name, (note, _) in config.foreign.items():
         parser.add_argument("--" + name.replace("_", "-"), help=note, **switch)
@@ -182,10 +176,8 @@ def _default_text(default: Any) -> str:
 def _argument_options(hint: Any, default: Any = None) -> dict[str, Any]:
     """Arguments of `add_argument` for a flag of this type."""
     hint = _without_none(hint)
-    if hint is bool and default is False:
-        return {"action": "store_true"}
     if hint is bool:
-        return {"action": argparse.BooleanOptionalAction}
+        return {"action": "store_true" if default is False else argparse.BooleanOptionalAction}
     if typing.get_origin(hint) is Literal:
         return {"choices": typing.get_args(hint)}
     if typing.get_origin(hint) is tuple:

@@ -286,7 +286,8 @@ class _Run:
     def _check_progress(self) -> None:
         scaling = self.state.opt_state
         skipped = int(scaling.consecutive_skips)
-        if skipped >= self.task.steps and self.task.scale_is_fixed:
+        falls = {None: mpjax.get_policy(self.config.policy).compute_dtype == "float16", "dynamic": True}
+        if skipped >= self.task.steps and not falls.get(self.config.loss_scale):
             scale = float(scaling.loss_scale)
             remedy = "Give a smaller --loss-scale, or dynamic." if scale > 1 else "Give a lower --learning-rate."
             why = f"gradients are inf or NaN at the fixed loss scale {scale:g}. {remedy}"
@@ -308,11 +309,12 @@ class _Run:
             say("every step was skipped while the loss scale decreased: nothing was trained; give more --epochs")
         summary = {
             "policy": self.task.policy,
-            **self.task.summary(last),
+            **{n: x for n, x in last.items() if n.startswith(("train_", "test_", "dev_")) or n in self.task.table},
+            **{name: getattr(self.config, name) for name in ("amp", "seed", "batch_size", "learning_rate")},
+            **self.task.facts(),
             **final,
             speed: self.items / self.seconds if self.seconds else last[speed],
-            "loss_scale": last["loss_scale"],
-            "skipped_steps": last["skipped_steps"],
+            **{name: last[name] for name in ("loss_scale", "skipped_steps")},
             "trained": last["skipped_steps"] < last["step"],
             "epochs": last["epoch"],
             "best_epoch": best and best["epoch"],

@@ -139,20 +139,15 @@ def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
         last, results = measure(step, **sizes, unit=unit, one_by_one=not training)
         results |= {name: last[name].item() for name in ("loss_scale", "skipped_steps") if training}
         results = {
-            "mode": config.mode,
-            **task.benchmark_settings(),
+            **{name: getattr(config, name) for name in ("mode", "policy", "amp", "batch_size", "warmup_steps")},
             "environment": environment(),
-            "policy": config.policy,
-            "amp": config.amp,
             "parameters": parameters,
-            "batch_size": task.batch_size,
             "devices": task.parallel.count,
-            "warmup_steps": config.warmup_steps,
             "iterations": config.num_iter,
             "compile_seconds": seconds,
             "program_bytes": size,
             **results,
-            **task.benchmark_metrics(results[f"{unit}_per_second"]),
+            **task.benchmark_facts(results[f"{unit}_per_second"]),
         }
         write_json(folder.path / "benchmark.json", results)
     latency = ", ".join(f"{name} {value:.1f}" for name, value in results["latency_milliseconds"].items())
@@ -338,16 +333,16 @@ def main(kind: type[Task], arguments: Sequence[str] | None = None) -> int:
             processes.end(program, "another process of this run")
         shared = isinstance(error, SharedError)
         processes.leave(failed=not shared)
-        usage_error = _as_usage_error(error)
-        if shared and process_id():
-            raise SystemExit(2) from error
+        told = _in_words(error)
+        if told and not (shared and process_id()):
+            print(f"{program}: error: {told}", file=sys.stderr)
         if processes.several() and not shared:  # The others have been told, and JAX would wait for them.
-            print(f"{program}: error: {error}" if usage_error else traceback.format_exc(), file=sys.stderr)
-            processes.leave_alone(2 if usage_error else 1)
-        if usage_error is None:
+            if told is None:
+                traceback.print_exc()
+            processes.leave_alone(2 if told else 1)
+        if told is None:
             raise
-        print(f"{program}: error: {one_line(usage_error)}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(2) from error
     if line := final_line(summary, kind):
         say(line)
     failed = summary.get("test_nonfinite") or summary.get("unreadable_files") or not summary.get("trained", True)
@@ -367,11 +362,9 @@ def final_line(summary: Mapping[str, Any], kind: type[Task]) -> str:
     return ", ".join(formats[name].format(summary[name]) for name in names) if names != ["policy"] else ""
 
 
-def _as_usage_error(error: Exception) -> Exception | None:
-    """The error in words for the user; None for a bug of the program."""
-    if isinstance(error, UsageError):
-        return error
+def _in_words(error: Exception) -> str | None:
+    """The error in one line for the user; None for a bug of the program."""
     if isinstance(error, OSError) and (why := disk_problem(error)):
         where = f"{error.filename}: " if error.filename else ""
-        return UsageError(f"{where}{why}. Free disk space, or give a writable folder.")
-    return None
+        return f"{where}{why}. Free disk space, or give a writable folder."
+    return one_line(error) if isinstance(error, UsageError) else None

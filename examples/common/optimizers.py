@@ -39,12 +39,10 @@ def create_optimizer(flags: RunConfig, schedule: optax.Schedule) -> optax.Gradie
     if flags.accumulate > 1:
         # Inside the loss scale, so that a skipped step adds nothing to the sum.
         optimizer = optax.MultiSteps(optimizer, flags.accumulate)
-    if policy.param_dtype != policy.output_dtype:
-        # Half parameters of a model with float32 outputs (O2) need a float32 copy to accumulate small updates.
-        # A policy in half throughout (O3) has none.
-        optimizer = mpjax.master_weights(optimizer, policy)
-    else:
-        optimizer = _in_float32(optimizer)
+    # Half parameters of a model with float32 outputs (O2) need a float32 copy to accumulate small updates.
+    # A policy in half throughout (O3) has none.
+    masters = policy.param_dtype != policy.output_dtype
+    optimizer = mpjax.master_weights(optimizer, policy) if masters else _in_float32(optimizer)
     if loss_scale is None:
         return mpjax.loss_scale_for(optimizer, policy)
     if loss_scale == "dynamic":

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-import mpjax
 from examples.common import training
 from examples.common.checkpoints import Checkpoints, Restored
 from examples.common.cli import SkippedFiles, UsageError, say
@@ -92,12 +91,8 @@ class Task(abc.ABC):
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
         """Test metrics. Call `between_steps` before each step. `last` is whether training has ended."""
 
-    def benchmark_settings(self) -> dict[str, Any]:
-        """Settings of the model and the data for benchmark.json."""
-        return {}
-
-    def benchmark_metrics(self, items_per_second: float) -> dict[str, Any]:
-        """Further figures derived from a speed."""
+    def benchmark_facts(self, items_per_second: float) -> dict[str, Any]:
+        """Settings of the model and the data for benchmark.json, and further figures derived from a speed."""
         return {}
 
     def description(self) -> dict[str, Any]:
@@ -149,12 +144,6 @@ class Task(abc.ABC):
         facts = [f"{name.replace('_', ' ')} {x:,}" for name, x in self.facts().items() if isinstance(x, int) and x]
         return ", ".join([self.title, *facts, f"on {self.parallel.count} x {jax.devices()[0].device_kind}"])
 
-    def summary(self, last: dict[str, Any]) -> dict[str, Any]:
-        """Entries of summary.json. `last` is the line of the last epoch."""
-        known = {n: x for n, x in last.items() if n.startswith(("train_", "test_", "dev_")) or n in self.table}
-        facts = {"amp": self.config.amp, "seed": self.config.seed, "batch_size": self.batch_size}
-        return known | facts | {"learning_rate": self.config.learning_rate, **self.facts()}
-
     @functools.cached_property
     def training(self) -> Training:
         """The set-up for the flags, built at first use."""
@@ -164,13 +153,6 @@ class Task(abc.ABC):
     def loading(self) -> Loading:
         """How batches are loaded."""
         return Loading(self.config.threads, self.parallel.put_own, self.parallel.own)
-
-    @property
-    def scale_is_fixed(self) -> bool:
-        """Whether the loss scale can't decrease."""
-        if self.config.loss_scale is None:
-            return mpjax.get_policy(self.policy).compute_dtype != jnp.float16
-        return self.config.loss_scale != "dynamic"
 
     def initial_state(self) -> TrainState:
         return self.training.init(self.config.seed)
@@ -233,10 +215,9 @@ class Task(abc.ABC):
             return restored
         state = training.change_precision(state, self.initial_state(), self.training.policy)
         before = position["precision"]["policy"]
-        say(
-            f"from policy {before} to {self.policy}: parameters, statistics and the optimizer's state carry over; the "
-            f"loss scale starts at {float(state.opt_state.loss_scale):g}, the count of skipped steps continues"
-        )
+        starts = f"the loss scale starts at {float(state.opt_state.loss_scale):g}, the count of skipped steps continues"
+        kept = "parameters, statistics and the optimizer's state carry over"
+        say(f"from policy {before} to {self.policy}: {kept}; {starts}")
         return self.parallel.place(state), position
 
     def _count_skipped(self, names: Mapping[str, Sequence[str]]) -> None:

@@ -39,13 +39,11 @@ def cast_weights(variables: Variables, dtype: str) -> Variables:
         UsageError: A parameter is out of the range of `dtype`. The text names it.
     """
     cast = mpjax.get_policy(f"params={dtype},compute={dtype},output=float32").cast_to_param
-    # One jitted program: separate operations would compile once per shape.
-    params, finite = jax.jit(
-        lambda params: (cast(params), jax.tree.map(lambda x: jnp.isfinite(x).all(), cast(params)))
-    )(variables.params)
-    for name, is_finite in named(jax.device_get(finite)).items():
-        if not is_finite:
-            raise UsageError(f"--export {dtype}: the parameter {name} is out of range; use bfloat16 or float32.")
+    # Jitted: separate operations would compile once per shape.
+    params = jax.jit(cast)(variables.params)
+    finite = jax.jit(lambda params: jax.tree.map(lambda x: jnp.isfinite(x).all(), params))(params)
+    if name := next((name for name, is_finite in named(jax.device_get(finite)).items() if not is_finite), None):
+        raise UsageError(f"--export {dtype}: the parameter {name} is out of range; use bfloat16 or float32.")
     return Variables(params, variables.stats)
 
 

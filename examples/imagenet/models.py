@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -37,8 +36,7 @@ class Network(NamedTuple):
     apply: Callable[[Variables, jax.Array, jax.Array | None], tuple[jax.Array, Any]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """A model's constructor and arguments, and the data for which its authors designed it."""
 
     make: Callable[..., Any]
@@ -47,14 +45,13 @@ class Kind:
     classes: int = 1000
 
 
-def _resnet(block: type[Any], *stage_sizes: int, **arguments: Any) -> Kind:
-    return Kind(ResNet, {"block": block, "stage_sizes": stage_sizes, **arguments})
+def _resnet(block: type[Any], *stage_sizes: int) -> Kind:
+    return Kind(ResNet, {"block": block, "stage_sizes": stage_sizes})
 
 
 def _small_resnet(*stage_sizes: int) -> Kind:
     # The narrow networks of the paper's CIFAR-10 section, for small images.
-    kind = _resnet(BasicBlock, *stage_sizes, width=16)
-    return dataclasses.replace(kind, image_shape=(32, 32, 3), classes=10)
+    return Kind(ResNet, {"block": BasicBlock, "stage_sizes": stage_sizes, "width": 16}, (32, 32, 3), 10)
 
 
 KINDS: dict[str, Kind] = {
@@ -110,11 +107,8 @@ def check_outputs_of(name: str, net: Network, num_classes: int, image_shape: tup
     """
     if name in KINDS:
         return
-
-    def scores(key: jax.Array, images: jax.Array) -> Any:
-        return net.apply(net.init(key, images), images, None)[0]
-
-    out = jax.eval_shape(scores, jax.random.key(0), jax.ShapeDtypeStruct((2, *image_shape), jnp.float32))
+    images = jax.ShapeDtypeStruct((2, *image_shape), jnp.float32)
+    out: Any = jax.eval_shape(lambda key, x: net.apply(net.init(key, x), x, None)[0], jax.random.key(0), images)
     if getattr(out, "shape", None) != (2, num_classes):
         found = jax.tree.map(lambda x: x.shape, out)
         where = f"for 2 images of {num_classes} classes"

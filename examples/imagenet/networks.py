@@ -35,7 +35,9 @@ class _Block(nn.Module):
             y = self.conv(features, (kernel, kernel), stride, padding=kernel // 2)(y)
             # Zero initialisation makes each block start as the identity, so that deep networks train from the start.
             y = self.norm(scale_init=nn.initializers.zeros)(y) if index == last else nn.relu(self.norm()(y))
-        return nn.relu(y + _shortcut(x, y.shape[-1], self.stride, self.conv, self.norm))
+        if x.shape[-1] != y.shape[-1] or self.stride > 1:
+            x = self.norm(name="shortcut_norm")(self.conv(y.shape[-1], (1, 1), self.stride, name="shortcut")(x))
+        return nn.relu(y + x)
 
 
 class BasicBlock(_Block):
@@ -47,12 +49,6 @@ class Bottleneck(_Block):
 
     kernels = (1, 3, 1)
     strided, expansion = 1, 4
-
-
-def _shortcut(x: jax.Array, features: int, stride: int, conv: Layer, norm: Layer) -> jax.Array:
-    if x.shape[-1] == features and stride == 1:
-        return x
-    return norm(name="shortcut_norm")(conv(features, (1, 1), stride, name="shortcut")(x))
 
 
 class ResNet(nn.Module):

@@ -130,7 +130,7 @@ class ImageTask(Task):
     def synthetic_batch(self) -> Batch:
         return data.random_batch(self.about, self.batch_size)
 
-    def benchmark_settings(self) -> dict[str, Any]:
+    def benchmark_facts(self, items_per_second: float) -> dict[str, Any]:
         images = {"data": self.train_set.name, "image_shape": self.about.image_shape}
         return {"model": self.config.model_name, **images}
 
@@ -255,7 +255,7 @@ class ImageTask(Task):
         """Writes the predicted classes of `--images`, or else of all test images, to predictions.json."""
         config, classes = self.config, self.about.classes
         readable, unreadable = each_readable(config.images, self._read, "--images")
-        images: Dataset = data.Files(self.about, readable) if config.images else self.test_set
+        images: Any = data.Files(self.about, readable) if config.images else self.test_set
         size = self.parallel.filled(min(self.batch_size, len(images)))
         weights, predictions = modes.cast_to_policy(self, variables), list[dict[str, Any]]()
         for number, batch in enumerate(data.evaluation_batches(images, size, self.loading)):

@@ -127,8 +127,7 @@ class Buckets:
         for number, shape in enumerate(self.shapes):
             members = np.concatenate([rest, order[bucket_of == number]])
             full = len(members) // self._batch_size * self._batch_size
-            parts = np.split(members[:full], range(self._batch_size, full, self._batch_size)) if full else []
-            plans += [_plan(shape, part, draw) for part in parts]
+            plans += [_plan(shape, part, draw) for part in members[:full].reshape(-1, self._batch_size)]
             rest = members[full:]
         return [*plans, _plan(self.shapes[-1], rest, draw)] if len(rest) else plans
 

@@ -6,7 +6,6 @@ import csv
 import functools
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -69,7 +68,7 @@ class Speech:
                     self.skipped.add(str(utterance.path), str(found))
                 else:
                     kept.append((utterance, found))
-        self._keep([utterance for utterance, _ in kept], [samples for _, samples in kept])
+        self._keep(kept)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -121,15 +120,15 @@ class Speech:
             long = f"its transcript is too long: it needs {need[index]} frames but the model outputs {given}"
             self.skipped.add(str(self.paths[index]), f"{long}: {self.transcripts[index]!r}")
         kept = np.flatnonzero(need <= have)
-        self._keep([Utterance(self.paths[i], self.transcripts[i]) for i in kept], self.samples[kept])
+        self._keep([(Utterance(self.paths[i], self.transcripts[i]), self.samples[i]) for i in kept])
 
-    def _keep(self, utterances: Sequence[Utterance], samples: Sequence[int] | np.ndarray) -> None:
-        if not utterances:
+    def _keep(self, kept: Sequence[tuple[Utterance, int]]) -> None:
+        if not kept:
             raise UsageError(f"{self.name!r} has no utterance that can be used.")
-        self.paths = [utterance.path for utterance in utterances]
-        self.transcripts = [utterance.transcript for utterance in utterances]
+        self.paths = [utterance.path for utterance, _ in kept]
+        self.transcripts = [utterance.transcript for utterance, _ in kept]
         self.labels = [self.alphabet.encode(transcript) for transcript in self.transcripts]
-        self.samples = np.asarray(samples, np.int64)
+        self.samples = np.array([samples for _, samples in kept], np.int64)
 
 
 def _portable_names(paths: Sequence[File]) -> list[str]:
@@ -156,16 +155,15 @@ def frames_needed(labels: np.ndarray) -> int:
 
 
 def _check_characters(name: str, utterances: Sequence[Utterance], alphabet: Alphabet) -> None:
-    unknown = Counter(character for utterance in utterances for character in alphabet.unknown(utterance.transcript))
-    if not unknown:
-        return
-    first = next(utterance for utterance in utterances if alphabet.unknown(utterance.transcript))
-    raise UsageError(
-        f"{name!r}: transcripts have characters that are not in the alphabet: {listing(sorted(unknown), 20)}, first in "
-        f"{first.transcript!r} of {str(first.path)!r}. Give an alphabet that has them (--alphabet FILE, one character "
-        f"per line), leave them out (--drop-characters), or change the transcripts (lower case, numbers as words) to "
-        f"{alphabet.characters!r}."
-    )
+    unknown = {*"".join(utterance.transcript for utterance in utterances)}.difference(alphabet.characters)
+    if unknown:
+        first = next(utterance for utterance in utterances if unknown.intersection(utterance.transcript))
+        raise UsageError(
+            f"{name!r}: transcripts have characters that are not in the alphabet: {listing(sorted(unknown), 20)}, "
+            f"first in {first.transcript!r} of {str(first.path)!r}. Give an alphabet that has them (--alphabet FILE, "
+            "one character per line), leave them out (--drop-characters), or change the transcripts (lower case, "
+            f"numbers as words) to {alphabet.characters!r}."
+        )
 
 
 # The output characters of a model as labels, and DeepSpeech's alphabet file format.
@@ -212,10 +210,6 @@ class Alphabet:
                 raise UsageError(f"alphabet {str(path)!r}, line {number} {what}: {line!r}; {hint}")
             found[character] = number
         return cls("".join(found))
-
-    def unknown(self, text: str) -> str:
-        """The distinct characters of `text` without a label, in order."""
-        return "".join(dict.fromkeys(character for character in text if character not in self._label_of))
 
     def encode(self, text: str) -> np.ndarray:
         """The labels of a text, [characters], int32; raises KeyError with a character that has no label."""
@@ -266,10 +260,9 @@ def open_speech(
     elif "," in str(path) and all(part.is_file() for part in map(Path, str(path).split(","))):
         utterances = [utterance for part in str(path).split(",") for utterance in read_csv(Path(part))]
     else:
-        raise UsageError(
-            f"there is no {str(path)!r}; give a CSV file with columns wav_filename,wav_filesize,transcript, the "
-            "folder of a LibriSpeech tree, or shards (*.tfrecord, *.array_record, *.tar, a saved Hugging Face dataset)."
-        )
+        table = "a CSV file with columns wav_filename,wav_filesize,transcript, the folder of a LibriSpeech tree"
+        shards = "shards (*.tfrecord, *.array_record, *.tar, a saved Hugging Face dataset)"
+        raise UsageError(f"there is no {str(path)!r}; give {table}, or {shards}.")
     if drop:
         without = str.maketrans("", "", drop)
         utterances = [Utterance(file, " ".join(text.translate(without).split())) for file, text in utterances]
@@ -280,10 +273,8 @@ def read_records(records: Records, audio_field: str | None = None, text_field: s
     """Reads the utterances of shards whose entries contain an audio file and its transcript."""
     audio = records.fields((audio_field,) if audio_field else _AUDIO, "audio")
     text, *_ = records.fields((text_field,) if text_field else _TEXT, "text")
-    transcripts = (
-        value.decode(errors="replace") if isinstance(value, bytes) else value or "" for value in records.column(text)
-    )
-    return [Utterance(Entry(records, index, audio), text.strip()) for index, text in enumerate(transcripts)]
+    values = (x.decode(errors="replace") if isinstance(x, bytes) else x or "" for x in records.column(text))
+    return [Utterance(Entry(records, index, audio), text.strip()) for index, text in enumerate(values)]
 
 
 def read_csv(path: Path) -> list[Utterance]:
@@ -336,8 +327,7 @@ def read_librispeech(folder: Path) -> list[Utterance]:
             raise UsageError(f"{str(path)!r} cannot be read as UTF-8: {error}.") from error
         utterances += [Utterance(path.parent / f"{name}.flac", text.strip().lower()) for name, _, text in lines if name]
     if not utterances:
-        raise UsageError(
-            f"{str(folder)!r} has no transcripts: expected a LibriSpeech tree, SPEAKER/CHAPTER/*.trans.txt with the "
-            "FLAC files beside them, or shards (*.tfrecord, *.array_record, *.tar), or give a CSV file."
-        )
+        tree = "a LibriSpeech tree, SPEAKER/CHAPTER/*.trans.txt with the FLAC files beside them"
+        shards = "shards (*.tfrecord, *.array_record, *.tar), or give a CSV file"
+        raise UsageError(f"{str(folder)!r} has no transcripts: expected {tree}, or {shards}.")
     return utterances

@@ -126,12 +126,9 @@ class SpeechTask(Task):
     def synthetic_batch(self) -> Batch:
         return synthetic_batch(self.config, self.batch_size, self.alphabet.labels)
 
-    def benchmark_settings(self) -> dict[str, Any]:
-        return {"longest_seconds": self.config.longest}
-
-    def benchmark_metrics(self, items_per_second: float) -> dict[str, Any]:
+    def benchmark_facts(self, items_per_second: float) -> dict[str, Any]:
         seconds = float(np.mean(self.synthetic_batch().audio_lengths)) / SAMPLE_RATE
-        return {"audio_hours_per_hour": seconds * items_per_second}
+        return {"longest_seconds": self.config.longest, "audio_hours_per_hour": seconds * items_per_second}
 
     def batches(self, epoch: int, first: int) -> Iterator[Batch]:
         return self._buckets.train_batches(self.config.seed, epoch, first)
@@ -196,10 +193,8 @@ def synthetic_batch(config: Config, size: int, labels: int) -> Batch:
     batch = Shape(size, int(lengths[-1]), max(1, int(spoken[-1]))).zeros()
     batch.audio[:] = rng.uniform(-0.1, 0.1, batch.audio.shape) * (np.arange(lengths[-1]) < lengths[:, None])
     batch.labels[:] = rng.integers(1, labels, batch.labels.shape) * (np.arange(batch.labels.shape[1]) < spoken[:, None])
-    indices = np.arange(size, dtype=np.int32)
-    return batch._replace(
-        audio_lengths=lengths, label_lengths=spoken, weights=np.ones(size, np.float32), indices=indices
-    )
+    weights, indices = np.ones(size, np.float32), np.arange(size, dtype=np.int32)
+    return batch._replace(audio_lengths=lengths, label_lengths=spoken, weights=weights, indices=indices)
 
 
 main = functools.partial(modes.main, SpeechTask)
