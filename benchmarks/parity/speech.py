@@ -10,7 +10,7 @@ import numpy as np
 from scipy.signal import resample_poly
 
 from benchmarks.parity.sources import manual
-from examples.speech.synthesis import Spoken, synthesize
+from examples.speech.corpus import Spoken, synthesize
 
 RATE = 16_000
 

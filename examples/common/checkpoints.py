@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import zlib
 from collections.abc import Callable
@@ -34,19 +33,13 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int = 2, clean: bool = False) -> None:
         self._folder, self._keep, self._clean = folder.absolute(), keep, clean
-        # Orbax logs a traceback for each file that it can't write. The error that it raises is enough.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
         self._manager = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
         # Of its own, or the processes would mistake a write here for one of the best epoch's at the same time.
         barriers = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=self._folder.name)
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._keep,
-            create=True,
-            cleanup_tmp_directories=self._clean,
-            multiprocessing_options=barriers,
-        )
+        own: dict[str, Any] = {"cleanup_tmp_directories": self._clean, "multiprocessing_options": barriers}
+        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True, **own)
         try:
             return ocp.CheckpointManager(self._folder, options=options)
         except OSError as error:
@@ -116,22 +109,18 @@ class Checkpoints:
             return restored
         if not problems:
             return None
-        raise UsageError(
-            f"no checkpoint in {str(self._folder)!r} can be read as this model ({'; '.join(problems)}). Give the flags "
-            f"that it was trained with, or another folder.{self._of_best(like)}"
-        )
+        remedy = f"Give the flags that it was trained with, or another folder.{self._of_best(like)}"
+        where = f"no checkpoint in {str(self._folder)!r} can be read as this model"
+        raise UsageError(f"{where} ({'; '.join(problems)}). {remedy}")
 
     def _of_best(self, like: Callable[[dict[str, Any]], Any]) -> str:
         """Names the checkpoint of the best epoch beside this folder, if that can be read."""
         folder = self._folder.with_name("best")
-        if folder == self._folder or not folder.is_dir():
-            return ""
-        with Checkpoints(folder, 1) as best:
-            try:
-                found = best.restore(like)
-            except UsageError:
-                return ""
-        return f" That of the best epoch, in {str(folder)!r}, is intact: --mode evaluate --best." if found else ""
+        if folder != self._folder and folder.is_dir():
+            with Checkpoints(folder, 1) as best, contextlib.suppress(UsageError):
+                if best.restore(like):
+                    return f" That of the best epoch, in {str(folder)!r}, is intact: --mode evaluate --best."
+        return ""
 
     def _read(self, step: int, like: Callable[[dict[str, Any]], Any]) -> Restored:
         stored = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))["record"]
@@ -180,10 +169,8 @@ def _unwritable(folder: Path, error: Exception) -> UsageError:
     why = disk_problem(error)
     if why is None:
         raise error
-    return UsageError(
-        f"a checkpoint can't be written to {str(folder)!r}: {why}. Free disk space or use another folder; --resume "
-        "continues from the last complete checkpoint."
-    )
+    remedy = "Free disk space or use another folder; --resume continues from the last complete checkpoint."
+    return UsageError(f"a checkpoint can't be written to {str(folder)!r}: {why}. {remedy}")
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from jax._src import distributed
 from tqdm import tqdm
 
 # Messages of the operating system, which TensorStore wraps in its own errors.
-_DISK_PROBLEMS = (
-    "No space left on device",
-    "Disk quota exceeded",
-    "File too large",
-    "Read-only file system",
-    "Permission denied",
-)
+_DISK_PROBLEMS = [*map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES))]
 
 
 class UsageError(Exception):
     """A mistake that the user can correct on the command line. Its text is one line."""
-
-
-def fail(program: str, error: Exception) -> NoReturn:
-    """Prints an error as one line on stderr and exits with code 2."""
-    print(f"{program}: error: {one_line(error)}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def process_id() -> int:
@@ -53,19 +42,13 @@ def one_line(error: BaseException, limit: int | None = None) -> str:
 
 def disk_problem(error: BaseException) -> str | None:
     """The disk problem that caused an error; None if another problem did."""
-    for cause in _causes(error):
-        for known in _DISK_PROBLEMS:
-            if known in str(cause):
-                return known
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
+    cause: BaseException | None = error
+    while cause is not None:
+        known = next((words for words in _DISK_PROBLEMS if words in str(cause)), None)
+        if known or (isinstance(cause, OSError) and cause.strerror):
+            return known or getattr(cause, "strerror", None)
+        cause = cause.__cause__ or cause.__context__
     return None
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def listing(names: Sequence[str], limit: int = 5) -> str:
@@ -122,7 +105,6 @@ class SkippedFiles:
         self.reasons: dict[str, str] = {}
         self._total, self._share, self._flag = total, share, flag
         self._lock = threading.Lock()
-        self._failure: str | None = None
 
     def __len__(self) -> int:
         return len(self.reasons)
@@ -138,17 +120,12 @@ class SkippedFiles:
         Raises:
             UsageError: Too many files were skipped.
         """
-        path = os.path.join(root, name)
         with self._lock:
-            if self._failure is None and name not in self.reasons:
+            if len(self) <= self.limit and name not in self.reasons:
                 self.reasons[name] = reason
-                tqdm.write(f"skipped: {path} ({reason})", file=sys.stderr)
-                if len(self.reasons) > self.limit:
-                    # All threads raise the same error, whichever is noticed first.
-                    self._failure = (
-                        f"{len(self.reasons)} of {self._total} files can't be used, the last one {path!r} ({reason}); "
-                        f"at most {self.limit} may be skipped. Repair or remove them, or raise {self._flag} "
-                        f"{self._share:g}."
-                    )
-        if self._failure is not None:
-            raise UsageError(self._failure)
+                tqdm.write(f"skipped: {os.path.join(root, name)} ({reason})", file=sys.stderr)
+            if len(self) > self.limit:  # None is added any more, so all threads raise the same error.
+                last, reason = next(reversed(self.reasons.items()))
+                found = f"{len(self)} of {self._total} files can't be used, the last one {os.path.join(root, last)!r}"
+                remedy = f"Repair or remove them, or raise {self._flag} {self._share:g}."
+                raise UsageError(f"{found} ({reason}); at most {self.limit} may be skipped. {remedy}")

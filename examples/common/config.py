@@ -29,6 +29,7 @@ BUILD = (*TRAIN, *BENCHMARKS)  # actions that build a model
 ACTION = Group("action")
 PRECISION = Group("precision", stored="free")
 FILES = Group("files")
+WEIGHTS = Group("files", stored="running")
 DATA = Group("data", stored="fixed")
 MODEL = Group("model", BUILD, stored="fixed")
 RECIPE = Group("training", STEP, stored="fixed")
@@ -78,13 +79,9 @@ class RunConfig(abc.ABC):
     )
     resume: bool = FILES(False, "continue the run in --output, with its flags where none are given", uses=("train",))
     config: Path | None = FILES(None, "take the flags that are not given from a run's config.json", uses=BUILD)
-    init_from: Path | None = FILES(
-        None, "start from the weights of a run, an export or a file", uses=("train", "numerics"), stored="running"
-    )
+    init_from: Path | None = WEIGHTS(None, "start from weights: a run, an export or a file", uses=("train", "numerics"))
     weights: Path | None = FILES(None, "use a file written by --export instead of a checkpoint in --output", uses=USE)
-    export: Export | None = FILES(
-        None, "write tested weights in this dtype", uses=("train", "evaluate"), stored="running"
-    )
+    export: Export | None = WEIGHTS(None, "write tested weights in this dtype", uses=("train", "evaluate"))
     best: bool = FILES(False, "use the best checkpoint of the run instead of the newest (see --keep-best)", uses=USE)
 
     epochs: flags.Count = TRAINING(None, "passes over the training data", stored="free")
@@ -113,9 +110,7 @@ class RunConfig(abc.ABC):
 
     devices: int | None = DEVICES(None, "number of devices that share a batch (default: all)")
     fsdp: bool = DEVICES(False, "shard the state over all devices instead of copying it", uses=BUILD)
-    workers: flags.Count | None = DEVICES(
-        None, "number of threads that load data (default: one per core)", uses=(*TRAIN, *USE)
-    )
+    workers: flags.Count | None = DEVICES(None, "threads that load data (default: one per core)", uses=(*TRAIN, *USE))
 
     coordinator: str | None = PROCESSES(None, "HOST:PORT of process 0; Slurm and others are detected")
     num_processes: flags.Count | None = PROCESSES(None, "number of processes; 1 if each is meant to train alone")
@@ -145,10 +140,8 @@ class RunConfig(abc.ABC):
     @property
     def action(self) -> str:
         """The requested action. It decides which flags have an effect."""
-        for name in INSPECT:
-            if getattr(self, name):
-                return name
-        return "train" if self.mode == "train_and_evaluate" else self.mode
+        mode = "train" if self.mode == "train_and_evaluate" else self.mode
+        return next((name for name in INSPECT if getattr(self, name)), mode)
 
     @property
     def action_flag(self) -> str:
@@ -190,9 +183,8 @@ class RunConfig(abc.ABC):
         """
         model = settings.get("model")
         if isinstance(model, str) and ":" in model and "model" not in given:
-            raise UsageError(
-                f"{str(source)!r} names the model {model!r}, which is code: if you trust it, give --model {model}."
-            )
+            trust = f"if you trust it, give --model {model}."
+            raise UsageError(f"{str(source)!r} names the model {model!r}, which is code: {trust}")
         replaced = {*given, *without, *(cls.alternatives if {*given}.intersection(cls.alternatives) else ())}
         try:
             own = flags.from_json(cls, settings)
@@ -218,10 +210,8 @@ class RunConfig(abc.ABC):
         if self.amp == "module" and policy.matmul_dtype is not None:
             raise UsageError(f"--policy {self.policy!r}: layers have no float8 matmuls; add --amp autocast.")
         if self.amp == "autocast" and policy.param_dtype != "float32":
-            raise UsageError(
-                f"--amp autocast keeps the parameters in float32, but --policy {self.policy!r} requires "
-                f"{policy.param_dtype} parameters; use --amp module, or a policy such as mixed_float16."
-            )
+            need = f"--policy {self.policy!r} requires {policy.param_dtype}; use --amp module, or mixed_float16"
+            raise UsageError(f"--amp autocast keeps the parameters in float32, but {need}.")
         if self.loss_scale not in (None, "dynamic"):
             try:
                 mpjax.static_loss_scale(optax.identity(), float(self.loss_scale or ""))

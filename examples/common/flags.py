@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import functools
 import math
 import sys
 import types
@@ -67,19 +66,6 @@ class Group:
         return dataclasses.field(default=default, metadata={"group": own, "help": help, "aliases": aliases})
 
 
-class _ForeignFlag(argparse.Action):
-    """A switch of another training script, which prints its help and turns a policy on or off, if any."""
-
-    def __init__(self, policy: str, **options: Any) -> None:
-        super().__init__(**options)
-        self._policy = policy
-
-    def __call__(self, parser: Any, space: argparse.Namespace, value: Any, name: str | None = None) -> None:
-        print(f"--{self.dest}: {self.help}", flush=True)
-        if self._policy:
-            space.policy = "float32" if value in ("0", "false") else self._policy
-
-
 def parse(config: type[C], program: str, arguments: Sequence[str]) -> C:
     """Parses a command line into a config. Its field `given` holds the names of the given flags.
 
@@ -96,15 +82,18 @@ def parse(config: type[C], program: str, arguments: Sequence[str]) -> C:
         hint = f"did you mean {close[0]}?" if close else f"{program} --help lists all flags."
         raise UsageError(f"{rest[0]}: unknown flag; {hint}")
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(space).items()}
+    for name, (note, policy) in config.foreign.items():
+        if (value := given.pop(name, None)) is not None:
+            print(f"--{name}: {note}", flush=True)
+            if policy:  # An explicit --policy wins.
+                given.setdefault("policy", "float32" if value in ("0", "false") else policy)
     parsed: Any = config(**{**config.of_run(given), **given, "given": frozenset(given)})
     for field in _flags(config):
         uses = field.metadata["group"].uses
         used = uses is None or parsed.action in uses or getattr(parsed, field.name) is None
         if field.name in given and not used:
-            raise UsageError(
-                f"{_names(field)[0]} has no effect in {parsed.action_flag}; it is for {', '.join(sorted(uses))}. "
-                "Leave it out."
-            )
+            where = f"has no effect in {parsed.action_flag}; it is for {', '.join(sorted(uses))}"
+            raise UsageError(f"{_names(field)[0]} {where}. Leave it out.")
     return parsed
 
 
@@ -162,26 +151,19 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(config: type[Any], program: str) -> _Parser:
-    parser = _Parser(
-        prog=program,
-        usage="%(prog)s [FLAGS]",
-        description=config.__doc__,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
+    how: dict[str, Any] = {"allow_abbrev": False, "argument_default": argparse.SUPPRESS}
+    parser = _Parser(prog=program, usage="%(prog)s [FLAGS]", description=config.__doc__, **how)
     hints = typing.get_type_hints(config)
     groups: dict[str, Any] = {}
     for field in _flags(config):
         title = field.metadata["group"].title
         group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
         text = (field.metadata["help"] + _default_text(field.default)).replace("%", "%%")
-        group.add_argument(
-            *_names(field), dest=field.name, help=text, **_argument_options(hints[field.name], field.default)
-        )
+        options = _argument_options(hints[field.name], field.default)
+        group.add_argument(*_names(field), dest=field.name, help=text, **options)
     switch: dict[str, Any] = {"nargs": "?", "const": "1", "type": str.lower, "choices": ("true", "false", "1", "0")}
-    for name, (note, policy) in config.foreign.items():
-        action: Any = functools.partial(_ForeignFlag, policy)
-        parser.add_argument("--" + name.replace("_", "-"), action=action, help=note, **switch)
+    for name, (note, _) in config.foreign.items():
+        parser.add_argument("--" + name.replace("_", "-"), help=note, **switch)
     return parser
 
 
@@ -194,10 +176,8 @@ def _default_text(default: Any) -> str:
 def _argument_options(hint: Any, default: Any = None) -> dict[str, Any]:
     """Arguments of `add_argument` for a flag of this type."""
     hint = _without_none(hint)
-    if hint is bool and default is False:
-        return {"action": "store_true"}
     if hint is bool:
-        return {"action": argparse.BooleanOptionalAction}
+        return {"action": "store_true" if default is False else argparse.BooleanOptionalAction}
     if typing.get_origin(hint) is Literal:
         return {"choices": typing.get_args(hint)}
     if typing.get_origin(hint) is tuple:

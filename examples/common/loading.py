@@ -11,13 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-# On JAX 0.10, importing Grain warns that it cannot profile its workers.
-_absl = logging.getLogger("absl")
-_level = _absl.level
-_absl.setLevel(logging.ERROR)
+# On JAX 0.10, importing Grain warns that it cannot profile its workers. Orbax logs a traceback for each file that it
+# can't write: the error that it raises is enough.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
 import grain  # noqa: E402 - see above
-
-_absl.setLevel(_level)
 
 _AHEAD = 2  # batches prefetched to the device
 

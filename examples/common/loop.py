@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import jax
+import optax
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
@@ -129,7 +130,6 @@ class _Run:
         self.saved = time.monotonic()
         self.agreement = Agreement()
         self.failure: str | None = None  # of the data
-        self.outputs: tuple[int, Any] | None = None  # step and outputs to log next
 
     def finish(self) -> dict[str, Any]:
         """Trains to the last epoch. Logs each epoch, and saves checkpoints at intervals."""
@@ -158,7 +158,7 @@ class _Run:
             self.epoch, self.batch = self.epoch + 1, 0
             self.state = task.next_epoch(self.state)
             if self.best is not None and self._best_line() is line:
-                self._save_to(self.best)
+                self._save(self.best)
         self._save()
         return self._summarise(task.final_metrics(self.state, self._save_or_stop))
 
@@ -184,11 +184,10 @@ class _Run:
             self.bar.update()
             step = self.epoch * self.task.steps + self.batch
             if step % self.config.log_every == 0:
-                self._log_step((step, outputs))
+                self._log_step(step, outputs)
         jax.block_until_ready(self.state)
         seconds, items = time.perf_counter() - started, (self.batch - first) * self.task.batch_size
         self.items, self.seconds = self.items + items, self.seconds + seconds
-        self._log_step(None)
         self._check_progress()
         scaling, metrics = self.state.opt_state, self.task.epoch_metrics(self.state, self._save_or_stop)
         return {
@@ -222,12 +221,8 @@ class _Run:
             self.failure = one_line(error)
             return None
 
-    def _log_step(self, outputs: tuple[int, Any] | None) -> None:
-        """Logs the previous step, whose results are already computed, so that the device does not wait."""
-        before, self.outputs = self.outputs, outputs
-        if before is None:
-            return
-        step, found = before[0], jax.device_get(before[1])
+    def _log_step(self, step: int, outputs: dict[str, Any]) -> None:
+        found = jax.device_get(outputs)
         metrics = means(found["totals"])
         scaling = {name: found[name].item() for name in ("loss_scale", "skipped_steps")}
         self._write_scalars({"step": step, **{f"train_{name}": x for name, x in metrics.items()}, **scaling}, "step/")
@@ -256,9 +251,7 @@ class _Run:
         )
 
     def _best_line(self) -> dict[str, Any] | None:
-        if self.task.best is None:
-            return None
-        name, sign = self.task.best
+        name, sign = self.task.metric
         lines = [line for line in self.lines if math.isfinite(line.get(name, math.nan))]
         # The first of equal epochs: `max` keeps it.
         return max(lines, key=lambda line: sign * line[name], default=None)
@@ -268,8 +261,7 @@ class _Run:
         best, patience = self._best_line(), self.config.patience
         if patience is None or best is None or self.epoch - best["epoch"] < patience:
             return False
-        assert self.task.best is not None
-        name = self.task.best[0]
+        name, _ = self.task.metric
         say(f"stopped early: no improvement on {name} {best[name]:.4g} of epoch {best['epoch']} in {patience} epochs")
         return True
 
@@ -294,28 +286,22 @@ class _Run:
     def _check_progress(self) -> None:
         scaling = self.state.opt_state
         skipped = int(scaling.consecutive_skips)
-        if skipped >= self.task.steps and self.task.scale_is_fixed:
+        falls = {None: mpjax.get_policy(self.config.policy).compute_dtype == "float16", "dynamic": True}
+        if skipped >= self.task.steps and not falls.get(self.config.loss_scale):
             scale = float(scaling.loss_scale)
             remedy = "Give a smaller --loss-scale, or dynamic." if scale > 1 else "Give a lower --learning-rate."
-            raise UsageError(
-                f"all {self.task.steps} steps of epoch {self.epoch + 1} were skipped: gradients are inf or NaN at the "
-                f"fixed loss scale {scale:g}. {remedy}"
-            )
+            why = f"gradients are inf or NaN at the fixed loss scale {scale:g}. {remedy}"
+            raise UsageError(f"all {self.task.steps} steps of epoch {self.epoch + 1} were skipped: {why}")
         try:
             mpjax.check_progress(scaling, _MAX_SKIPS)
         except mpjax.LossScaleError as error:
-            raise UsageError(
-                f"training diverged in epoch {self.epoch + 1}: {error} A lower --learning-rate may help"
-                + ("." if self.task.policy == "float32" else ", or --policy float32.")
-            ) from error
+            other = "" if self.task.policy == "float32" else ", or --policy float32"
+            remedy = f"A lower --learning-rate may help{other}."
+            raise UsageError(f"training diverged in epoch {self.epoch + 1}: {error} {remedy}") from error
 
-    def _save(self) -> None:
-        self._save_to(self.checkpoints)
-        self.saved = time.monotonic()
-
-    def _save_to(self, checkpoints: Checkpoints) -> None:
+    def _save(self, best: Checkpoints | None = None) -> None:
         position = {"epoch": self.epoch, "batch": self.batch, "metrics": [*self.lines], **self.task.position()}
-        checkpoints.save(int(self.state.step), self.state, position)
+        (best or self.checkpoints).save(int(self.state.step), self.state, position)
 
     def _summarise(self, final: dict[str, Any]) -> dict[str, Any]:
         last, speed, best = self.lines[-1], f"{self.task.unit}_per_second", self._best_line()
@@ -323,15 +309,16 @@ class _Run:
             say("every step was skipped while the loss scale decreased: nothing was trained; give more --epochs")
         summary = {
             "policy": self.task.policy,
-            **self.task.summary(last),
+            **{n: x for n, x in last.items() if n.startswith(("train_", "test_", "dev_")) or n in self.task.table},
+            **{name: getattr(self.config, name) for name in ("amp", "seed", "batch_size", "learning_rate")},
+            **self.task.facts(),
             **final,
             speed: self.items / self.seconds if self.seconds else last[speed],
-            "loss_scale": last["loss_scale"],
-            "skipped_steps": last["skipped_steps"],
+            **{name: last[name] for name in ("loss_scale", "skipped_steps")},
             "trained": last["skipped_steps"] < last["step"],
             "epochs": last["epoch"],
             "best_epoch": best and best["epoch"],
-            "parameters": parameter_count(self.state.params),
+            "parameters": optax.tree.size(self.state.params),
             "device": jax.devices()[0].device_kind,
             "devices": self.task.parallel.count,
             "versions": versions(),
@@ -339,8 +326,3 @@ class _Run:
         draw_curves(self.lines, self.folder.path / "curves.png")
         write_json(self.folder.path / "summary.json", summary)  # the run counts as finished
         return summary
-
-
-def parameter_count(params: Any) -> int:
-    """The total number of elements in a tree of arrays."""
-    return sum(x.size for x in jax.tree.leaves(params))

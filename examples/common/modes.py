@@ -14,21 +14,22 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 import mpjax
 from examples.common import processes
 from examples.common.checkpoints import newest_position
-from examples.common.cli import UsageError, disk_problem, fail, process_id, say
+from examples.common.cli import UsageError, disk_problem, one_line, process_id, say
 from examples.common.config import INSPECT, PRECISION_FLAGS, RunConfig
 from examples.common.flags import names_stored, parse
-from examples.common.loop import Interrupted, open_folder, parameter_count, train
+from examples.common.loop import Interrupted, open_folder, train
 from examples.common.processes import SharedError, gather, together
 from examples.common.run_folder import RunFolder, of_script, write_json
 from examples.common.task import Task, shape_of
-from examples.common.training import DataParallel, Variables, compile_step
+from examples.common.training import DataParallel, Variables
 from examples.common.weights import cast_weights, file_variables, read_about, write_weights
 from perf.environment import environment
-from perf.memory import is_out_of_memory, peak_bytes
+from perf.memory import is_out_of_memory, peak_bytes, program_bytes
 
 MakeTask = Callable[[Any], Task]
 
@@ -57,10 +58,9 @@ def run(config: RunConfig, kind: type[Task]) -> dict[str, Any]:
     except Exception as error:
         if isinstance(error, UsageError) or not is_out_of_memory(error):
             raise
-        raise UsageError(
-            f"out of memory at --batch-size {config.batch_size}, --policy {config.policy}: use a smaller one. "
-            "--accumulate keeps the effective batch size; --resume continues from the last checkpoint."
-        ) from error
+        tried = f"--batch-size {config.batch_size}, --policy {config.policy}: use a smaller one"
+        more = "--accumulate keeps the effective batch size; --resume continues from the last checkpoint"
+        raise UsageError(f"out of memory at {tried}. {more}.") from error
 
 
 def task_maker(config: RunConfig, kind: type[Task]) -> MakeTask:
@@ -121,41 +121,37 @@ def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
     training, unit = config.mode == "training_benchmark", task.unit
     with open_folder(config, "-benchmarks") as folder:
         state: Any = task.initial_state()
-        parameters = parameter_count(state.params)
+        parameters = optax.tree.size(state.params)
         state = state if training else task.training.weights(state)
         batch = task.parallel.put(task.synthetic_batch())
-        compiled = compile_step(task.training.train_step if training else task.inference_step(), state, batch)
+        started = time.perf_counter()
+        compiled = (task.training.train_step if training else task.inference_step()).lower(state, batch).compile()
+        seconds, size = time.perf_counter() - started, program_bytes(compiled)
 
         def step() -> Any:
             nonlocal state
             if not training:
-                return compiled.call(state, batch)
-            state, outputs = compiled.call(state, batch)
+                return compiled(state, batch)
+            state, outputs = compiled(state, batch)
             return outputs
 
         sizes = {"warmup": config.warmup_steps, "iterations": config.num_iter, "items": task.batch_size}
         last, results = measure(step, **sizes, unit=unit, one_by_one=not training)
         results |= {name: last[name].item() for name in ("loss_scale", "skipped_steps") if training}
         results = {
-            "mode": config.mode,
-            **task.benchmark_settings(),
+            **{name: getattr(config, name) for name in ("mode", "policy", "amp", "batch_size", "warmup_steps")},
             "environment": environment(),
-            "policy": config.policy,
-            "amp": config.amp,
             "parameters": parameters,
-            "batch_size": task.batch_size,
             "devices": task.parallel.count,
-            "warmup_steps": config.warmup_steps,
             "iterations": config.num_iter,
-            "compile_seconds": compiled.seconds,
-            "program_bytes": compiled.bytes,
+            "compile_seconds": seconds,
+            "program_bytes": size,
             **results,
-            **task.benchmark_metrics(results[f"{unit}_per_second"]),
+            **task.benchmark_facts(results[f"{unit}_per_second"]),
         }
         write_json(folder.path / "benchmark.json", results)
     latency = ", ".join(f"{name} {value:.1f}" for name, value in results["latency_milliseconds"].items())
-    memory = f"{compiled.bytes / 2**20:,.0f} MiB"
-    say(f"latency in ms: {latency}; {memory}; compiled in {compiled.seconds:.1f} s; output in {folder.path}")
+    say(f"latency in ms: {latency}; {size / 2**20:,.0f} MiB; compiled in {seconds:.1f} s; output in {folder.path}")
     return results
 
 
@@ -274,10 +270,8 @@ def export(task: Task, variables: Variables, folder: Path, dtype: str) -> dict[s
     if not sign * found >= sign * source - _TOLERANCE - 1 / task.test_count:
         gather(None)
         path.unlink(missing_ok=True)
-        raise SharedError(
-            f"--export {dtype}: {task.metric_name} {found:.2%}, but {source:.2%} for the float32 weights; the file "
-            "was removed. Use another dtype."
-        )
+        worse = f"{task.metric_name} {found:.2%}, but {source:.2%} for the float32 weights"
+        raise SharedError(f"--export {dtype}: {worse}; the file was removed. Use another dtype.")
     size = path.stat().st_size
     say(f"{path}: {size / 2**20:.2f} MiB, {task.metric_name} {found:.2%} (float32 weights: {source:.2%})")
     return {"export": str(path), "export_bytes": size, f"export_{name}": found, f"float32_{name}": source}
@@ -339,15 +333,16 @@ def main(kind: type[Task], arguments: Sequence[str] | None = None) -> int:
             processes.end(program, "another process of this run")
         shared = isinstance(error, SharedError)
         processes.leave(failed=not shared)
-        usage_error = _as_usage_error(error)
-        if shared and process_id():
-            raise SystemExit(2) from error
+        told = _in_words(error)
+        if told and not (shared and process_id()):
+            print(f"{program}: error: {told}", file=sys.stderr)
         if processes.several() and not shared:  # The others have been told, and JAX would wait for them.
-            print(f"{program}: error: {error}" if usage_error else traceback.format_exc(), file=sys.stderr)
-            processes.leave_alone(2 if usage_error else 1)
-        if usage_error is None:
+            if told is None:
+                traceback.print_exc()
+            processes.leave_alone(2 if told else 1)
+        if told is None:
             raise
-        fail(program, usage_error)
+        raise SystemExit(2) from error
     if line := final_line(summary, kind):
         say(line)
     failed = summary.get("test_nonfinite") or summary.get("unreadable_files") or not summary.get("trained", True)
@@ -367,11 +362,9 @@ def final_line(summary: Mapping[str, Any], kind: type[Task]) -> str:
     return ", ".join(formats[name].format(summary[name]) for name in names) if names != ["policy"] else ""
 
 
-def _as_usage_error(error: Exception) -> Exception | None:
-    """The error in words for the user; None for a bug of the program."""
-    if isinstance(error, UsageError):
-        return error
+def _in_words(error: Exception) -> str | None:
+    """The error in one line for the user; None for a bug of the program."""
     if isinstance(error, OSError) and (why := disk_problem(error)):
         where = f"{error.filename}: " if error.filename else ""
-        return UsageError(f"{where}{why}. Free disk space, or give a writable folder.")
-    return None
+        return f"{where}{why}. Free disk space, or give a writable folder."
+    return one_line(error) if isinstance(error, UsageError) else None

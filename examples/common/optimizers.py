@@ -39,12 +39,10 @@ def create_optimizer(flags: RunConfig, schedule: optax.Schedule) -> optax.Gradie
     if flags.accumulate > 1:
         # Inside the loss scale, so that a skipped step adds nothing to the sum.
         optimizer = optax.MultiSteps(optimizer, flags.accumulate)
-    if policy.param_dtype != policy.output_dtype:
-        # Half parameters of a model with float32 outputs (O2) need a float32 copy to accumulate small updates.
-        # A policy in half throughout (O3) has none.
-        optimizer = mpjax.master_weights(optimizer, policy)
-    else:
-        optimizer = _in_float32(optimizer)
+    # Half parameters of a model with float32 outputs (O2) need a float32 copy to accumulate small updates.
+    # A policy in half throughout (O3) has none.
+    masters = policy.param_dtype != policy.output_dtype
+    optimizer = mpjax.master_weights(optimizer, policy) if masters else _in_float32(optimizer)
     if loss_scale is None:
         return mpjax.loss_scale_for(optimizer, policy)
     if loss_scale == "dynamic":
@@ -62,13 +60,8 @@ def _rule(flags: RunConfig, schedule: optax.Schedule) -> optax.GradientTransform
 
 def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Gives `tx` float32 params, so its state is float32: Adam's squared gradients would underflow in float16."""
-
-    def float32(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return tx.update(updates, state, None if params is None else float32(params))
-
+    float32: Any = mpjax.get_policy("float32").cast_to_param
+    update = lambda updates, state, params=None: tx.update(updates, state, float32(params))  # noqa: E731
     return optax.GradientTransformation(lambda params: tx.init(float32(params)), update)
 
 

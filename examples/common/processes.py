@@ -63,10 +63,10 @@ def join(config: Any, program: str) -> None:
         if not given and not expected:  # A pod of one, as far as it can tell.
             return
         found = " ".join(f"{name}={value}" for name, value in expected.items()) or "the flags name several processes"
+        join = "Join with --coordinator HOST:PORT --num-processes N --process-id I (or start it with srun or mpirun)"
+        alone = "if each process is meant to train alone, add --num-processes 1."
         raise UsageError(
-            f"{found}, but this process has not joined any: {one_line(error, 150)} Join with --coordinator HOST:PORT "
-            "--num-processes N --process-id I (or start it with srun or mpirun); if each process is meant to train "
-            "alone, add --num-processes 1."
+            f"{found}, but this process has not joined any: {one_line(error, 150)} {join}; {alone}"
         ) from error
     _store().key_value_set(_life(process_id()), "0", allow_overwrite=True)
     threading.Thread(target=_watch, args=(program,), daemon=True).start()
@@ -95,13 +95,13 @@ def together(function: Callable[[], T]) -> T:
     """Runs a function on every process, which uses no devices. A `UsageError` of one is raised on all."""
     if not several():
         return function()
-    result, problem = None, None
     try:
         result = function()
     except UsageError as error:
-        problem = one_line(error)
-    raise_first(problem)
-    return result  # type: ignore[return-value]
+        raise_first(one_line(error))
+        raise
+    raise_first(None)
+    return result
 
 
 def raise_first(problem: str | None) -> None:
@@ -131,7 +131,7 @@ class Agreement:
 @functools.cache
 def _maximum() -> Callable[[int], jax.Array]:
     mesh = Mesh(np.array(jax.devices()), ("all",))
-    sharded, whole = (NamedSharding(mesh, PartitionSpec(*names)) for names in (("all",), ()))
+    sharded, whole = NamedSharding(mesh, PartitionSpec("all")), NamedSharding(mesh, PartitionSpec())
     largest, local = jax.jit(jnp.max, out_shardings=whole), len(jax.local_devices())
     return lambda x: largest(jax.make_array_from_process_local_data(sharded, np.full(local, x, np.int32)))
 
@@ -190,9 +190,8 @@ def end(program: str, who: str) -> None:
 
 def leave(failed: bool) -> None:
     """Tells the others that this process has ended; after an error that it does not share, at once."""
-    if not several():
-        return
-    _store().key_value_set(_life(process_id()), "failed" if failed else "done", allow_overwrite=True)
+    if several():
+        _store().key_value_set(_life(process_id()), "failed" if failed else "done", allow_overwrite=True)
 
 
 def leave_alone(code: int) -> None:

@@ -91,10 +91,8 @@ class Records(abc.ABC):
                 continue
             if name := next((name for name in candidates if found.get(name) is not None), None):
                 return name, *(other for other in candidates if other != name)
-            raise UsageError(
-                f"{str(self.root)!r}: entries have the fields {listing(list(found), 10)}, and none of "
-                f"{', '.join(candidates)} for the {what}; name it with --{what}-field."
-            )
+            lacking = f"none of {', '.join(candidates)} for the {what}; name it with --{what}-field."
+            raise UsageError(f"{str(self.root)!r}: entries have the fields {listing([*found], 10)}, and {lacking}")
         raise UsageError(f"{str(self.root)!r} has no entry that can be read.")
 
     def digest(self) -> str:
@@ -236,13 +234,16 @@ def _tfrecord_places(path: Path) -> list[tuple[int, int]]:
             header = file.read(8)
             length = struct.unpack("<Q", header)[0] if len(header) == 8 else size
             if at + length + 16 > size:
-                raise UsageError(
-                    f"{str(path)!r} is not a complete, uncompressed TFRecord file: the record at byte {at} "
-                    f"extends beyond its end at {size}. Unpack it, or copy it again."
-                )
+                why = f"the record at byte {at} extends beyond its end at {size}. Unpack it, or copy it again."
+                raise UsageError(f"{str(path)!r} is not a complete, uncompressed TFRecord file: {why}")
             places.append((at + 12, length))
             at += length + 16
     return places
+
+
+def open_tfrecords(root: Path, paths: Sequence[Path]) -> Examples:
+    """The entries of TFRecord files."""
+    return Examples(root, paths, TFRecordFiles(paths))
 
 
 def open_array_records(root: Path, paths: Sequence[Path]) -> Examples:
@@ -268,10 +269,8 @@ class TarFiles(Records):
             try:
                 self._index(path)
             except (tarfile.TarError, OSError) as error:
-                raise UsageError(
-                    f"{str(path)!r} is not a complete, uncompressed tar file: {one_line(error)}. "
-                    "Unpack it, or copy it again."
-                ) from error
+                why = f"{one_line(error)}. Unpack it, or copy it again."
+                raise UsageError(f"{str(path)!r} is not a complete, uncompressed tar file: {why}") from error
 
     def _index(self, path: Path) -> None:
         size = path.stat().st_size
@@ -288,30 +287,24 @@ class TarFiles(Records):
                     self._entries.append((name, path, {}))
                 places = self._entries[-1][2]
                 if (field := sys.intern(field.lower())) in places:
-                    raise UsageError(
-                        f"{str(path)!r} holds {member.name!r} twice: files of one name are one entry, so all but the "
-                        "last would be lost. Name each differently."
-                    )
+                    lost = "files of one name are one entry, so all but the last would be lost. Name each differently."
+                    raise UsageError(f"{str(path)!r} holds {member.name!r} twice: {lost}")
                 places[field] = member.offset_data, member.size
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def __getitem__(self, index: int) -> Record:
-        return self._read(index)
 
     def name(self, index: int) -> str:
         name, shard, _ = self._entries[index]
         return f"{shard.name}/{name}"
 
     def _value(self, index: int, field: str) -> Any:
-        return self._read(index, (field, "json")).get(field)  # Skip other fields, such as the image.
+        return self.__getitem__(index, (field, "json")).get(field)  # Skip other fields, such as the image.
 
-    def _read(self, index: int, only: Sequence[str] | None = None) -> Record:
+    def __getitem__(self, index: int, only: Sequence[str] | None = None) -> Record:
         _, shard, places = self._entries[index]
-        record: Record = {
-            field: _read_part(shard, *place) for field, place in places.items() if only is None or field in only
-        }
+        fields = places if only is None else places.keys() & only
+        record: Record = {field: _read_part(shard, *places[field]) for field in fields}
         if "json" in record:
             try:
                 record = {**json.loads(record["json"]), **record}
@@ -373,18 +366,14 @@ EXPECTED = (
     "the datasets library saved"
 )
 
-_Open = Callable[[Path, Sequence[Path]], Records]
 _COMPRESSED = re.compile(r"(\.tar|record|-of-\d+).*\.(gz|bz2|xz|zst)$|\.tgz$")
 _NUMBERED = r"(-\d+-of-\d+)?"
-_KINDS: dict[str, tuple[str, _Open]] = {
+_KINDS: dict[str, tuple[str, Callable[[Path, Sequence[Path]], Records]]] = {
     "ArrayRecord": (rf"\.array_?record{_NUMBERED}$", open_array_records),
     "WebDataset": (r"\.tar$", TarFiles),
     "Parquet": (r"\.parquet$", HuggingFace),
     # ImageNet's shards have no suffix: train-00000-of-01024.
-    "TFRecord": (
-        rf"\.tfrecords?{_NUMBERED}$|-\d+-of-\d+$",
-        lambda root, paths: Examples(root, paths, TFRecordFiles(paths)),
-    ),
+    "TFRecord": (rf"\.tfrecords?{_NUMBERED}$|-\d+-of-\d+$", open_tfrecords),
 }
 
 
@@ -410,9 +399,8 @@ def open_records(root: Path, split: str | None = None) -> Records | None:
     files = [root] if root.is_file() else sorted([*root.glob("*"), *root.glob("*/*")])
     found = {path: kind for path in files if (kind := _kind(path)) and path.is_file()}
     if not found and (packed := [path.name for path in files if _COMPRESSED.search(path.name)]):
-        raise UsageError(
-            f"{str(root)!r}: {listing(packed)} are compressed, so entries can't be read in any order: unpack."
-        )
+        why = f"{listing(packed)} are compressed, so entries can't be read in any order: unpack."
+        raise UsageError(f"{str(root)!r}: {why}")
     if not found:
         return None
     chosen = [path for path in found if split is None] or _of_split(root, list(found), split or "")
@@ -447,9 +435,8 @@ def _check_one_set(root: Path, paths: Sequence[Path]) -> None:
     stems = sorted({re.sub(r"[-_\d]+(of)?[-_\d]*$", "", str(name)) for name in names})
     for one, other in itertools.combinations(stems, 2):
         if one and other.startswith((f"{one}-", f"{one}_", f"{one}.")):
-            raise UsageError(
-                f"--data-dir {str(root)!r} has two sets of shards of one split, {one!r} and {other!r}: move one away."
-            )
+            sets = f"two sets of shards of one split, {one!r} and {other!r}: move one away."
+            raise UsageError(f"--data-dir {str(root)!r} has {sets}")
 
 
 def _open_dictionary(root: Path, split: str | None) -> Records:

@@ -43,14 +43,14 @@ class RunFolder:
 
         Never overwrites an earlier run, which may be days of training.
         """
-        path = _next_number(parent) if output is None else output
+        taken = [int(path.name) for path in parent.glob("*") if path.name.isdecimal()]
+        path = output or parent / f"{max(taken, default=0) + 1:04d}"
         if path.exists() and not path.is_dir():
             raise UsageError(f"--output {str(path)!r} is a file; give a folder, new or empty.")
         if path.is_dir() and any(entry.name != ".lock" for entry in path.iterdir()):
-            raise UsageError(
-                f"--output {str(path)!r} is not empty; it may hold a run. Continue that run with --resume, "
-                "give another folder, leave --output out (a new numbered folder), or delete it first."
-            )
+            remedy = "give another folder, leave --output out (a new numbered folder), or delete it first."
+            held = "it may hold a run. Continue that run with --resume"
+            raise UsageError(f"--output {str(path)!r} is not empty; {held}, {remedy}")
         folder = cls(path)
         path.mkdir(parents=True, exist_ok=True)
         folder.lock()
@@ -61,24 +61,18 @@ class RunFolder:
     def reopen(cls, output: Path, config: Mapping[str, Any], may_change: Collection[str] = ()) -> RunFolder:
         """Opens the folder of an earlier run, which must have the same settings except those in `may_change`."""
         folder = cls(output)
-        if output.is_dir():
-            folder.lock()
-        try:
-            if not folder.blank:
-                folder._check_same(json.loads(json.dumps(config)), may_change)
-        except BaseException:
-            folder.unlock()
-            raise
+        if not folder.blank:
+            folder._check_same(json.loads(json.dumps(config)), may_change)
+        folder.lock()
         return folder
 
     def _check_same(self, now: dict[str, Any], may_change: Collection[str]) -> None:
         before = self.settings(now.get("script", ""), "--resume")
         for name in sorted({*before, *now}):
             if before.get(name) != now.get(name) and name not in may_change:
-                raise UsageError(
-                    f"--resume: the run in {str(self.path)!r} has {as_text(name, before.get(name))}, but this command "
-                    f"has {now.get(name)}. Leave it out, or start a new run in another folder."
-                )
+                differ = f"has {as_text(name, before.get(name))}, but this command has {now.get(name)}"
+                remedy = "Leave it out, or start a new run in another folder."
+                raise UsageError(f"--resume: the run in {str(self.path)!r} {differ}. {remedy}")
 
     @property
     def blank(self) -> bool:
@@ -100,16 +94,13 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self.unlock()
-            raise UsageError(
-                f"--output {str(self.path)!r}: another process is training there. Wait for it, end it, or give another "
-                "folder."
-            ) from error
+            what = "another process is training there. Wait for it, end it, or give another folder."
+            raise UsageError(f"--output {str(self.path)!r}: {what}") from error
 
     def unlock(self) -> None:
         """Releases the lock."""
         if self._lock is not None:
             self._lock.close()
-            self._lock = None
 
     def __enter__(self) -> RunFolder:
         return self
@@ -137,10 +128,8 @@ class RunFolder:
         except (OSError, ValueError) as error:
             found = newest_position(self.checkpoints).get(entry)
             if found is None:
-                why = f"no readable {name}: {one_line(error)}"
-                raise UsageError(
-                    f"{flag}: {str(self.path)!r} holds no run ({why}); give the folder of a training."
-                ) from error
+                why = f"holds no run (no readable {name}: {one_line(error)}); give the folder of a training."
+                raise UsageError(f"{flag}: {str(self.path)!r} {why}") from error
             say(f"{path} can't be read ({one_line(error)}): the newest checkpoint has a copy")
             return found
 
@@ -207,10 +196,8 @@ def check_identity(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             pairs = enumerate(itertools.zip_longest(one, other))
             place, (a, b) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
             how = f"number {place + 1} is {a!r} in the run, {b!r} here"
-        raise UsageError(
-            f"--resume: the {name} differ ({how}); a run can only be resumed with the same data. Put them back, or "
-            "start a new run with --init-from."
-        )
+        remedy = "Put them back, or start a new run with --init-from."
+        raise UsageError(f"--resume: the {name} differ ({how}); a run can only be resumed with the same data. {remedy}")
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -236,8 +223,3 @@ def _replace(path: Path, text: str) -> None:
         os.replace(part, path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error  # Errors of writing name no file.
-
-
-def _next_number(parent: Path) -> Path:
-    taken = [int(path.name) for path in parent.glob("*") if path.name.isdecimal()]
-    return parent / f"{max(taken, default=0) + 1:04d}"

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-import mpjax
 from examples.common import training
 from examples.common.checkpoints import Checkpoints, Restored
 from examples.common.cli import SkippedFiles, UsageError, say
@@ -46,6 +45,7 @@ class Task(abc.ABC):
         title: The model and its data.
         steps: Number of steps of an epoch.
         test_count: Number of entries of the test set.
+        sets: The sets of the data that are open, by name, with `identity`, `skipped` and a length.
     """
 
     config_type: ClassVar[type[RunConfig]]
@@ -56,6 +56,7 @@ class Task(abc.ABC):
     title: str
     steps = 1
     test_count: int
+    sets: Mapping[str, Any] = {}
     # Only the modes predict, training_benchmark and inference_benchmark need these.
     predict: Any  # (Variables) -> the results
     synthetic_batch: Any  # () -> a batch shaped as the largest of `example_batches`
@@ -64,7 +65,6 @@ class Task(abc.ABC):
     def __init__(self, config: Any, parallel: DataParallel, data: Any) -> None:
         self.config, self.parallel, self.data = config, parallel, data
         self.policy, self.epochs, self.batch_size = config.policy, config.epochs, config.batch_size
-        self._executables: dict[Any, Callable[..., Any]] = {}
         if config.action in BUILD:  # A test pads its batches.
             parallel.check(self.batch_size)
 
@@ -91,12 +91,8 @@ class Task(abc.ABC):
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
         """Test metrics. Call `between_steps` before each step. `last` is whether training has ended."""
 
-    def benchmark_settings(self) -> dict[str, Any]:
-        """Settings of the model and the data for benchmark.json."""
-        return {}
-
-    def benchmark_metrics(self, items_per_second: float) -> dict[str, Any]:
-        """Further figures derived from a speed."""
+    def benchmark_facts(self, items_per_second: float) -> dict[str, Any]:
+        """Settings of the model and the data for benchmark.json, and further figures derived from a speed."""
         return {}
 
     def description(self) -> dict[str, Any]:
@@ -107,17 +103,13 @@ class Task(abc.ABC):
         """What a resumed run must find again, as JSON: digests of its data by name, and the order of the outputs."""
         return {}
 
-    def skipped(self) -> Mapping[str, SkippedFiles]:
-        """The unusable files of each set."""
-        return {}
-
     def final_metrics(self, state: TrainState, between_steps: Callable[[], None]) -> dict[str, Any]:
         """Metrics of the summary that are measured only when training has ended."""
         return {}
 
     def facts(self) -> dict[str, Any]:
         """Entries of summary.json about the model and the data."""
-        return {}
+        return {f"{name}_{self.unit}": len(data) for name, data in self.sets.items()}
 
     def report(self, folder: Path | None) -> None:  # noqa: B027 - most have none
         """Reports a test in words, in a run's folder after a training."""
@@ -127,13 +119,16 @@ class Task(abc.ABC):
 
     # Shared by all scripts.
 
+    @property
+    def skipped(self) -> Mapping[str, SkippedFiles]:
+        """The unusable files of each set that has files."""
+        return {name: data.skipped for name, data in self.sets.items() if data.skipped is not None}
+
     def check_batch_size(self, name: str, count: int) -> None:
         """Raises `UsageError` if an epoch is smaller than one batch, since incomplete batches are dropped."""
         if self.batch_size > count:
-            raise UsageError(
-                f"--batch-size {self.batch_size} is larger than the data: {name} has {count} training {self.unit}. "
-                f"Give at most {count}."
-            )
+            few = f"{name} has {count} training {self.unit}. Give at most {count}."
+            raise UsageError(f"--batch-size {self.batch_size} is larger than the data: {few}")
 
     @property
     def best(self) -> tuple[str, int] | None:
@@ -149,12 +144,6 @@ class Task(abc.ABC):
         facts = [f"{name.replace('_', ' ')} {x:,}" for name, x in self.facts().items() if isinstance(x, int) and x]
         return ", ".join([self.title, *facts, f"on {self.parallel.count} x {jax.devices()[0].device_kind}"])
 
-    def summary(self, last: dict[str, Any]) -> dict[str, Any]:
-        """Entries of summary.json. `last` is the line of the last epoch."""
-        known = {n: x for n, x in last.items() if n.startswith(("train_", "test_", "dev_")) or n in self.table}
-        facts = {"amp": self.config.amp, "seed": self.config.seed, "batch_size": self.batch_size}
-        return known | facts | {"learning_rate": self.config.learning_rate, **self.facts()}
-
     @functools.cached_property
     def training(self) -> Training:
         """The set-up for the flags, built at first use."""
@@ -164,13 +153,6 @@ class Task(abc.ABC):
     def loading(self) -> Loading:
         """How batches are loaded."""
         return Loading(self.config.threads, self.parallel.put_own, self.parallel.own)
-
-    @property
-    def scale_is_fixed(self) -> bool:
-        """Whether the loss scale can't decrease."""
-        if self.config.loss_scale is None:
-            return mpjax.get_policy(self.policy).compute_dtype != jnp.float16
-        return self.config.loss_scale != "dynamic"
 
     def initial_state(self) -> TrainState:
         return self.training.init(self.config.seed)
@@ -184,11 +166,8 @@ class Task(abc.ABC):
         state = self.abstract_state()
         batches = [self.parallel.like_batch(batch) for batch in self.example_batches(self.batch_size)]
         with ThreadPoolExecutor() as executor:
-            compiled = list(
-                executor.map(lambda batch: training.compile_step(self.training.train_step, state, batch), batches)
-            )
-        for batch, step in zip(batches, compiled, strict=True):
-            self._executables[shape_of(batch)] = step.call
+            compiled = executor.map(lambda batch: self.training.train_step.lower(state, batch).compile(), batches)
+            self._executables = dict(zip(map(shape_of, batches), compiled, strict=True))
 
     def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Returns the next state and outputs for the progress bar, all on the device. Donates the state."""
@@ -209,9 +188,9 @@ class Task(abc.ABC):
 
     def position(self) -> dict[str, Any]:
         """Further entries of a checkpoint's position, as JSON: all that a run knows about itself."""
-        for part in gather({name: sorted(files.reasons) for name, files in self.skipped().items()}):
+        for part in gather({name: sorted(files.reasons) for name, files in self.skipped.items()}):
             self._count_skipped(part)  # Each process has met those of its rows.
-        skipped = {name: sorted(files.reasons) for name, files in self.skipped().items()}
+        skipped = {name: sorted(files.reasons) for name, files in self.skipped.items()}
         known = {"settings": self.config.settings(), "description": self.description(), "identity": self.identity()}
         return {"precision": self.config.precision, "skipped": skipped, **known}
 
@@ -236,14 +215,13 @@ class Task(abc.ABC):
             return restored
         state = training.change_precision(state, self.initial_state(), self.training.policy)
         before = position["precision"]["policy"]
-        say(
-            f"from policy {before} to {self.policy}: parameters, statistics and the optimizer's state carry over; the "
-            f"loss scale starts at {float(state.opt_state.loss_scale):g}, the count of skipped steps continues"
-        )
+        starts = f"the loss scale starts at {float(state.opt_state.loss_scale):g}, the count of skipped steps continues"
+        kept = "parameters, statistics and the optimizer's state carry over"
+        say(f"from policy {before} to {self.policy}: {kept}; {starts}")
         return self.parallel.place(state), position
 
     def _count_skipped(self, names: Mapping[str, Sequence[str]]) -> None:
-        for name, files in self.skipped().items():
+        for name, files in self.skipped.items():
             for path in names.get(name, ()):
                 files.reasons.setdefault(path, "before")
 
@@ -267,7 +245,8 @@ class Task(abc.ABC):
         else:
             like = Variables(training.float32_params(state), state.stats)
             variables = self.parallel.replicate(self.read_initial(source, like))
-        new = training.with_params(state, variables.params, self.training.policy)._replace(stats=variables.stats)
+        new = training.with_params(state, variables.params, self.training.policy, training.inner_state(state))
+        new = new._replace(stats=variables.stats)
         if state.ema:
             new = new._replace(ema=jax.tree.map(jnp.array, variables._asdict()))
         say(f"weights from {source}")

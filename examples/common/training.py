@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -19,7 +18,6 @@ from examples.common.cli import UsageError, say
 from examples.common.config import RunConfig
 from examples.common.optimizers import create_optimizer, learning_rate_schedule, update_ema
 from examples.common.processes import several
-from perf.memory import program_bytes
 
 T = TypeVar("T")
 Sums = dict[str, jax.Array]  # each shape=(), dtype=float32; "count" is the divisor of the others
@@ -44,28 +42,14 @@ class TrainState(NamedTuple):
     ema: Any  # the variables' moving average, float32; empty without --ema
 
 
-class Aux(NamedTuple):
-    """What the loss of a batch gives beside its value: sums for metrics, and updated statistics."""
-
-    sums: Sums
-    stats: Any
-
-
-class Updated(NamedTuple):
-    """What a step changes."""
-
-    params: Any
-    stats: Any
-    opt_state: Any
-    sums: Sums
-
-
 class Model(NamedTuple):
     """A network, its loss and its update as pure functions, in the precision of the policy."""
 
     init: Callable[[jax.Array], Variables]  # (key) -> Variables; params in float32 or in the dtype of a module's policy
-    loss: Callable[..., tuple[jax.Array, Aux]]  # (params, stats, batch, key) -> the mean, float32, and Aux
-    update: Callable[..., Updated]  # (tx, TrainState, batch, key) -> Updated
+    # (params, stats, batch, key) -> the mean, float32, with sums for metrics and updated statistics
+    loss: Callable[..., tuple[jax.Array, tuple[Sums, Any]]]
+    # (tx, TrainState, batch, key) -> the state after the step, and its sums
+    update: Callable[..., tuple[TrainState, Sums]]
     sums: tuple[str, ...] = ("loss", "count")
 
 
@@ -112,18 +96,14 @@ def create_training(model: Model, flags: RunConfig, steps: int, parallel: DataPa
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         key = jax.random.fold_in(jax.random.key(state.seed), state.step)
-        params, stats, opt_state, sums = model.update(tx, state, batch, key)
-        ema = state.ema
+        state, sums = model.update(tx, state, batch, key)
         if flags.ema:
-            ema = update_ema(ema, {"params": params, "stats": stats}, state.step, flags, opt_state)
+            weights = {"params": state.params, "stats": state.stats}
+            state = state._replace(ema=update_ema(state.ema, weights, state.step, flags, state.opt_state))
         totals = jax.tree.map(jnp.add, state.totals, sums)
-        outputs = {
-            "totals": totals,
-            "loss_scale": opt_state.loss_scale,
-            "skipped_steps": opt_state.skipped_steps,
-            "consecutive_skips": opt_state.consecutive_skips,
-        }
-        return TrainState(state.step + 1, state.seed, params, stats, opt_state, totals, ema), outputs
+        names = ("loss_scale", "skipped_steps", "consecutive_skips")
+        outputs = {"totals": totals, **{name: getattr(state.opt_state, name) for name in names}}
+        return state._replace(step=state.step + 1, totals=totals), outputs
 
     places = jax.tree.map(parallel.of_state, jax.eval_shape(init, 0))
     return Training(
@@ -140,21 +120,6 @@ def create_training(model: Model, flags: RunConfig, steps: int, parallel: DataPa
 def zeros(names: Iterable[str]) -> Sums:
     """Sums of zero: separate arrays, since a shared one would be one buffer, which can't be donated twice."""
     return {name: jnp.zeros(()) for name in names}
-
-
-class Compiled(NamedTuple):
-    """An executable, its compile time and the memory that it needs."""
-
-    call: jax.stages.Compiled
-    seconds: float
-    bytes: int
-
-
-def compile_step(step: jax.stages.Wrapped, *args: Any) -> Compiled:
-    """Compiles a jitted function for arguments or their `ShapeDtypeStruct`s, and times the compilation."""
-    started = time.perf_counter()
-    call = step.lower(*args).compile()
-    return Compiled(call, time.perf_counter() - started, program_bytes(call))
 
 
 def masked_sums(counted: jax.Array, **values: jax.Array) -> Sums:
@@ -188,21 +153,18 @@ def check_outputs(nonfinite: float, count: int, unit: str, last: bool = True) ->
     Raises:
         UsageError: All are non-finite, and training has ended (`last`), so there is nothing to measure.
     """
-    if not nonfinite:
-        return
-    if last and nonfinite >= count:
-        raise UsageError(
-            f"all {count} test {unit} gave inf or NaN: the model diverged, or its weights are damaged. "
-            "--policy float32 shows whether half precision is the cause."
-        )
-    say(f"{nonfinite:.0f} of {count} test {unit} gave inf or NaN; they count as wrong")
+    if last and nonfinite and nonfinite >= count:
+        cause = "the model diverged, or its weights are damaged. --policy float32 shows whether half precision is why."
+        raise UsageError(f"all {count} test {unit} gave inf or NaN: {cause}")
+    if nonfinite:
+        say(f"{nonfinite:.0f} of {count} test {unit} gave inf or NaN; they count as wrong")
 
 
-def tested_means(sums: Sums, unit: str, last: bool) -> dict[str, float]:
+def test_metrics(sums: Sums, unit: str, last: bool) -> dict[str, float]:
     """The means of a test, of which entries with non-finite outputs are reported."""
     found = means(sums)
     check_outputs(found["nonfinite"], int(sums["count"]), unit, last)
-    return found
+    return {f"test_{name}": value for name, value in found.items()}
 
 
 def means(sums: Mapping[str, Any]) -> dict[str, float]:
@@ -245,46 +207,31 @@ def change_precision(old: TrainState, new: TrainState, policy: mpjax.Policy) -> 
         policy: The new policy.
     """
     changed = with_params(new, float32_params(old), policy, inner_state(old))
-    scaling = new.opt_state
-    return old._replace(
-        params=changed.params,
-        opt_state=old.opt_state._replace(
-            inner_state=changed.opt_state.inner_state,
-            loss_scale=scaling.loss_scale,
-            good_steps=scaling.good_steps,
-            consecutive_skips=scaling.consecutive_skips,
-        ),
-    )
+    names = ("inner_state", "loss_scale", "good_steps", "consecutive_skips")
+    scaling = old.opt_state._replace(**{name: getattr(changed.opt_state, name) for name in names})
+    return old._replace(params=changed.params, opt_state=scaling)
 
 
-def with_params(new: TrainState, params: Any, policy: mpjax.Policy, inner: Any = None) -> TrainState:
+def with_params(new: TrainState, params: Any, policy: mpjax.Policy, inner: Any) -> TrainState:
     """Replaces the parameters of a state and keeps its precision. Masters, if any, are bitwise equal to `params`.
 
     Args:
         new: The state.
         params: float32 parameters.
         policy: Policy of the state.
-        inner: The optimizer's state inside those of the loss scale and the masters; by default that of `new`.
+        inner: The optimizer's state inside those of the loss scale and the masters; float32 in every precision.
     """
     target = new.opt_state.inner_state
     if isinstance(target, mpjax.MasterWeightsState):
         # A copy, because the step donates its state and a buffer can't be donated twice.
         copy = lambda m, p: m if _is_masked(m) else jnp.array(p)  # noqa: E731
         masters = jax.tree.map(copy, target.master, params, is_leaf=_is_masked)
-        optimizer_state = target.inner_state if inner is None else _like(target.inner_state, inner)
-        inner = target._replace(master=masters, inner_state=optimizer_state)
-    else:
-        inner = target if inner is None else _like(target, inner)
+        inner = target._replace(master=masters, inner_state=inner)
     return new._replace(params=policy.cast_to_param(params), opt_state=new.opt_state._replace(inner_state=inner))
 
 
 def _is_masked(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
-
-
-def _like(target: Any, tree: Any) -> Any:
-    """Casts a tree to the dtypes of another."""
-    return jax.tree.map(lambda t, x: x.astype(t.dtype), target, tree)
 
 
 # Data parallelism over the devices of all processes: batches are split, the state is copied or split.
@@ -319,10 +266,8 @@ class DataParallel:
     def check(self, batch_size: int) -> None:
         """Raises a `UsageError` if a batch cannot be split evenly."""
         if batch_size % self.count:
-            raise UsageError(
-                f"--batch-size {batch_size} cannot be divided among {self.count} devices; use a multiple of "
-                f"{self.count}, or fewer --devices."
-            )
+            remedy = f"use a multiple of {self.count}, or fewer --devices"
+            raise UsageError(f"--batch-size {batch_size} cannot be divided among {self.count} devices; {remedy}.")
 
     def filled(self, size: int) -> int:
         """The smallest batch of at least `size` that can be split evenly."""
@@ -340,13 +285,11 @@ class DataParallel:
 
     def put_own(self, batch: T) -> T:
         """Puts a batch on its devices, of which each process has its `own` rows."""
-        if not several():
-            return jax.device_put(batch, self.sharded)
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.sharded, x), batch)
 
     def get(self, tree: Any) -> Any:
         """The whole arrays on the host, on every process."""
-        return multihost_utils.process_allgather(tree, tiled=True) if several() else jax.device_get(tree)
+        return multihost_utils.process_allgather(tree, tiled=True)
 
     def of_state(self, x: Any) -> NamedSharding:
         """The sharding of an array of the state."""
@@ -355,9 +298,8 @@ class DataParallel:
         if not even:
             return self.replicated
         longest = max(even, key=lambda d: x.shape[d])
-        return NamedSharding(
-            self.replicated.mesh, PartitionSpec(*("data" if d == longest else None for d in range(x.ndim)))
-        )
+        spec = ("data" if d == longest else None for d in range(x.ndim))
+        return NamedSharding(self.replicated.mesh, PartitionSpec(*spec))
 
     def replicate(self, tree: T) -> T:
         """Places a part of the state from host arrays."""
@@ -378,6 +320,4 @@ class DataParallel:
 
 def _place(x: Any, sharding: NamedSharding) -> jax.Array:
     """Puts an array that every process has on the devices of all."""
-    if not several():
-        return jax.device_put(x, sharding)
     return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])

@@ -39,13 +39,11 @@ def cast_weights(variables: Variables, dtype: str) -> Variables:
         UsageError: A parameter is out of the range of `dtype`. The text names it.
     """
     cast = mpjax.get_policy(f"params={dtype},compute={dtype},output=float32").cast_to_param
-    # One jitted program: separate operations would compile once per shape.
-    params, finite = jax.jit(
-        lambda params: (cast(params), jax.tree.map(lambda x: jnp.isfinite(x).all(), cast(params)))
-    )(variables.params)
-    for name, is_finite in named(jax.device_get(finite)).items():
-        if not is_finite:
-            raise UsageError(f"--export {dtype}: the parameter {name} is out of range; use bfloat16 or float32.")
+    # Jitted: separate operations would compile once per shape.
+    params = jax.jit(cast)(variables.params)
+    finite = jax.jit(lambda params: jax.tree.map(lambda x: jnp.isfinite(x).all(), params))(params)
+    if name := next((name for name, is_finite in named(jax.device_get(finite)).items() if not is_finite), None):
+        raise UsageError(f"--export {dtype}: the parameter {name} is out of range; use bfloat16 or float32.")
     return Variables(params, variables.stats)
 
 
@@ -122,9 +120,8 @@ def file_variables(
         candidates = (names[name],) if names else (name, name.partition("/")[2])
         found[name] = next((own for own in candidates if own in shapes), "")
     if missing := [name for name, own in found.items() if not own]:
-        raise UsageError(
-            f"{flag} {str(path)!r} lacks {listing(missing)} of this model; it holds {listing(list(shapes))}."
-        )
+        there = f"of this model; it holds {listing([*shapes])}."
+        raise UsageError(f"{flag} {str(path)!r} lacks {listing(missing)} {there}")
     leaves = []
     for name, own in found.items():
         if name in keep:
@@ -133,10 +130,9 @@ def file_variables(
         # A broadcast scalar has the shape but takes no memory, whatever the file claims.
         shape = convert(np.broadcast_to(np.float32(0), shapes[own])).shape
         if shape != wanted[name].shape:
-            raise UsageError(
-                f"{flag} {str(path)!r}: {own!r} has shape {shapes[own]}, which does not fit {wanted[name].shape} of "
-                f"this model's {name!r}; give the --model and the data that the file is for."
-            )
+            fit = f"which does not fit {wanted[name].shape} of this model's {name!r}"
+            remedy = "give the --model and the data that the file is for."
+            raise UsageError(f"{flag} {str(path)!r}: {own!r} has shape {shapes[own]}, {fit}; {remedy}")
         leaves.append(jnp.asarray(convert(read(own))).astype(wanted[name].dtype))
     return jax.device_get(jax.tree.unflatten(jax.tree.structure(like), leaves))
 
@@ -167,6 +163,5 @@ def check_alike(params: Any, like: Any, source: str) -> None:
     for name in own:
         if name not in others or others[name].shape != own[name].shape:
             got = f"has shape {others[name].shape}" if name in others else "is missing"
-            raise UsageError(
-                f"{source}: {name!r} {got}, but this model's has shape {own[name].shape}; give the same --model."
-            )
+            wanted = f"this model's has shape {own[name].shape}; give the same --model."
+            raise UsageError(f"{source}: {name!r} {got}, but {wanted}")

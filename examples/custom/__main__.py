@@ -20,7 +20,7 @@ import mpjax
 from examples.common import modes, training
 from examples.common.config import RunConfig
 from examples.common.task import Task
-from examples.common.training import Aux, DataParallel, Model, Sums, TrainState, Updated, Variables
+from examples.common.training import DataParallel, Model, Sums, TrainState, Variables
 
 
 class Batch(NamedTuple):
@@ -87,17 +87,17 @@ class CustomTask(Task):
     def model(self) -> Model:
         module, apply = self.net
 
-        def loss(params: Any, stats: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, Aux]:
+        def loss(params: Any, stats: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, tuple[Sums, Any]]:
             logits = apply(params, batch.inputs)
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
             sums = training.masked_sums(jnp.ones(len(losses)), loss=losses, accuracy=correct(logits, batch.labels))
-            return jnp.mean(losses), Aux(sums, stats)
+            return jnp.mean(losses), (sums, stats)
 
-        def update(tx: Any, state: TrainState, batch: Batch, key: jax.Array) -> Updated:
+        def update(tx: Any, state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Sums]:
             value_and_grad = mpjax.value_and_grad(loss, state.opt_state, has_aux=True)
-            (mean, aux), grads = value_and_grad(state.params, state.stats, batch, key)
+            (mean, (sums, _)), grads = value_and_grad(state.params, state.stats, batch, key)
             params, opt_state = mpjax.apply_gradients(tx, grads, state.opt_state, state.params, value=mean)
-            return Updated(params, state.stats, opt_state, aux.sums)
+            return state._replace(params=params, opt_state=opt_state), sums
 
         def init(key: jax.Array) -> Variables:
             return Variables(module.init(key, jnp.zeros((1, 30)))["params"], {})
@@ -110,9 +110,8 @@ class CustomTask(Task):
             logits = self.net[1](params, batch.inputs)
             finite = jnp.all(jnp.isfinite(logits), axis=-1)  # an entry with inf or NaN counts as wrong
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-            return training.checked_sums(
-                jnp.ones(len(losses)), finite, loss=losses, accuracy=correct(logits, batch.labels)
-            )
+            everything, right = jnp.ones(len(losses)), correct(logits, batch.labels)
+            return training.checked_sums(everything, finite, loss=losses, accuracy=right)
 
         return jax.jit(test_step)
 
@@ -127,8 +126,7 @@ class CustomTask(Task):
 
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
         between_steps()
-        means = training.tested_means(self._test_step(weights.params, self._test), self.unit, last)
-        return {f"test_{name}": value for name, value in means.items()}
+        return training.test_metrics(self._test_step(weights.params, self._test), self.unit, last)
 
 
 def correct(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -74,10 +74,8 @@ class Config(RunConfig):
         if self.dataset is not None and self.data_dir is not None:
             raise UsageError(f"--dataset {self.dataset}: --data-dir {self.data_dir} would replace it; leave one out.")
         if self.on_embedded and self.image_size not in (None, self.side):
-            raise UsageError(
-                f"--image-size {self.image_size}: the images of {self.embedded} are {self.side}x{self.side}; leave it "
-                f"out or give --data-dir."
-            )
+            size = f"the images of {self.embedded} are {self.side}x{self.side}; leave it out or give --data-dir."
+            raise UsageError(f"--image-size {self.image_size}: {size}")
         if self.data_dir is None and self.action not in USE:
             self.refuse_flags_of_files()
         if self.action == "evaluate" and self.weights and self.output:

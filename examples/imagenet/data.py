@@ -89,16 +89,12 @@ class Dataset(abc.ABC):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     image_shape: tuple[int, int, int]
-    problems: SkippedFiles | None = None  # the unreadable images
+    skipped: SkippedFiles | None = None  # the unreadable images
 
     @property
     def description(self) -> Description:
         """The properties of these images that a model depends on."""
         return Description(tuple(self.classes), self.image_shape, self.mean, self.std)
-
-    def name_of(self, index: int) -> tuple[str, str]:
-        """The location of an image, and its class."""
-        raise NotImplementedError  # synthetic images have no names, and are only loaded for benchmarks
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -125,9 +121,14 @@ class InMemory(Dataset):
 
     images: np.ndarray  # [images, height, width, channels], uint8
     labels: np.ndarray  # [images], int32
+    names: list[tuple[str, str]]  # where each is from, and its class
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def name_of(self, index: int) -> tuple[str, str]:
+        """The location of an image, and its class."""
+        return self.names[index]
 
     def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Batch:
         images = self.images[indices]
@@ -145,11 +146,8 @@ class Files(InMemory):
 
     def __init__(self, about: Description, images: Mapping[Path, np.ndarray]) -> None:
         self.classes, self.image_shape, self.mean, self.std = about
-        self._paths, self.images = [*images], np.stack([*images.values()])
-        self.labels = np.zeros(len(images), np.int32)
-
-    def name_of(self, index: int) -> tuple[str, str]:
-        return str(self._paths[index]), ""
+        self.images, self.labels = np.stack([*images.values()]), np.zeros(len(images), np.int32)
+        self.names = [(str(path), "") for path in images]
 
 
 class Embedded(InMemory):
@@ -169,12 +167,10 @@ class Embedded(InMemory):
         images, labels = type(self).read()
         everything, how = np.arange(len(labels)), {"test_size": self.test_images, "stratify": labels}
         train, test = train_test_split(everything, **how, random_state=0)
-        chosen, self.split = train if split == "train" else test, split
+        chosen = train if split == "train" else test
         self.images = images[chosen].reshape(-1, *self.image_shape)
         self.labels = labels[chosen].astype(np.int32)
-
-    def name_of(self, index: int) -> tuple[str, str]:
-        return f"{self.split} digit {index}", self.classes[self.labels[index]]
+        self.names = [(f"{split} digit {i}", self.classes[label]) for i, label in enumerate(self.labels)]
 
 
 def _read_digits() -> tuple[np.ndarray, np.ndarray]:

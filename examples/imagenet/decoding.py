@@ -20,15 +20,8 @@ from examples.common.cli import UnusableFileError
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 
 # Raised by Pillow for files that are not images, are truncated, or claim absurd sizes.
-_PILLOW_ERRORS = (
-    OSError,
-    ValueError,
-    SyntaxError,
-    EOFError,
-    struct.error,
-    Image.DecompressionBombError,
-    Image.DecompressionBombWarning,
-)
+_BOMBS = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+_PILLOW_ERRORS = (OSError, ValueError, SyntaxError, EOFError, struct.error, *_BOMBS)
 
 # Fast downscaling (JPEG decoding at 1/2, 1/4 or 1/8, then box reduction by integers) must leave the crop at least this
 # many times larger than the output of the slower, exact filter. The value is Pillow's recommendation for `thumbnail`.

@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,19 +70,16 @@ def list_tree(root: Path, splits: Sequence[str] = ("train", "val")) -> tuple[lis
         differing = {splits[0]: set(classes) - set(named[other]), other: set(named[other]) - set(classes)}
         if found := [f"only in {split}: {listing(sorted(names))}" for split, names in differing.items() if names]:
             raise UsageError(f"{flag}: the class folders of train and val differ ({'; '.join(found)}).")
-    ignored, listed = Counter[str](), []
-    for split in splits:
-        images = ImageTree(split_folder(root, split), classes, ignored)
-        for name in sorted({*classes}.difference(name for _, name in images.entries)):
-            raise UsageError(
-                f"{flag}: no images ({_KINDS}) in class folder {name!r} of {split}{_contents(images.root / name)}; add "
-                "some, or remove the folder everywhere."
-            )
-        listed.append(images)
+    ignored = Counter[str]()
+    trees = [ImageTree(split_folder(root, split), classes, ignored) for split in splits]
+    for split, images in zip(splits, trees, strict=True):
+        if name := min({*classes}.difference(name for _, name in images.entries), default=""):
+            where = f"class folder {name!r} of {split}{_contents(images.root / name)}"
+            raise UsageError(f"{flag}: no images ({_KINDS}) in {where}; add some, or remove the folder everywhere.")
     if ignored:
         kinds = ", ".join(f"{count} {ending}" for ending, count in ignored.most_common(5))
         print(f"{root}: {ignored.total()} files without an image extension are ignored: {kinds}", file=sys.stderr)
-    return classes, listed
+    return classes, trees
 
 
 def split_folder(root: Path, split: str) -> Path:
@@ -155,27 +152,18 @@ _IMAGE = ("image/encoded", "image", "img", "jpg", "jpeg", "jpe", "png", "webp", 
 _LABEL = ("image/class/label", "label", "cls", "class", "fine_label", "txt")
 
 
-class Labelled(NamedTuple):
-    """The entries of one split, and how each becomes an image with its label."""
+class Source(NamedTuple):
+    """The entries of one split, and where each has its image and its label."""
 
     records: Records
     image: Sequence[str]  # names that the field of the image may have
     label: str  # the field of the label
     names: Sequence[str] | None  # of integer labels; without them, the class name is the number itself
 
-    def item(self, index: int, classes: Mapping[str, int]) -> tuple[bytes, int]:
-        """The encoded image and its label; raises `UnusableFileError` if either is missing or invalid."""
-        record = self.records[index]
-        name = _class_name(record.get(self.label), self.names)
-        label = classes.get(name or "")
-        if label is None:
-            raise UnusableFileError(f"its label {name!r} is not one of the {len(classes)} classes")
-        return content(record, self.image), label
-
 
 def open_image_records(
     root: Path, splits: Sequence[str], fields: Fields = (None, None), classes: Sequence[str] | None = None
-) -> tuple[Sequence[str], list[Labelled]] | None:
+) -> tuple[Sequence[str], list[Source]] | None:
     """The classes and the images of each split; None if there are no shards.
 
     Class names come from the dataset: a Hugging Face ClassLabel, or labels.txt beside the shards with one name per
@@ -197,7 +185,7 @@ def open_image_records(
         names = records.class_names(label)
         if classes is None:
             classes = names or _sorted({_class_name(value, names) for value in records.column(label)} - {None})
-        opened.append(Labelled(records, image, label, names))
+        opened.append(Source(records, image, label, names))
     return classes or (), opened
 
 
@@ -216,10 +204,9 @@ def _class_name(value: Any, names: Sequence[str] | None) -> str | None:
         return None
     if names and text.removeprefix("-").isdecimal():
         if not 0 <= int(text) < len(names):
-            raise UsageError(
-                f"the label {text} is out of range: there are {len(names)} class names, 0 to {len(names) - 1}. If "
-                "labels count from 1, add a name for 0 as the first line of labels.txt."
-            )
+            remedy = "If labels count from 1, add a name for 0 as the first line of labels.txt."
+            there = f"there are {len(names)} class names, 0 to {len(names) - 1}. {remedy}"
+            raise UsageError(f"the label {text} is out of range: {there}")
         return names[int(text)]
     return text
 
@@ -244,18 +231,22 @@ class ImageFolder(Dataset):
     mean = (0.485, 0.456, 0.406)
     std = (0.229, 0.224, 0.225)
 
-    def __init__(self, images: Labelled, classes: Sequence[str], view: View, max_unreadable: float) -> None:
-        self.records = images.records
+    def __init__(self, source: Source, classes: Sequence[str], view: View, max_unreadable: float) -> None:
+        self.records, self._image, self._label, self._names = source
         self.name, self.classes, self.image_shape = str(self.records.root), tuple(classes), (view.side, view.side, 3)
-        self.problems: SkippedFiles = SkippedFiles(len(self), max_unreadable, "--max-unreadable")
-        self._images, self._view, self._labels = images, view, {name: i for i, name in enumerate(classes)}
+        self.skipped: SkippedFiles = SkippedFiles(len(self), max_unreadable, "--max-unreadable")
+        self._view, self._number_of = view, {name: i for i, name in enumerate(classes)}
 
     def __len__(self) -> int:
         return len(self.records)
 
     def item(self, index: int) -> tuple[bytes, int]:
         """The encoded image and its label; raises `UnusableFileError` if either is missing or invalid."""
-        return self._images.item(index, self._labels)
+        record = self.records[index]
+        name = _class_name(record.get(self._label), self._names)
+        if name not in self._number_of:
+            raise UnusableFileError(f"its label {name!r} is not one of the {len(self.classes)} classes")
+        return content(record, self._image), self._number_of[name]
 
     def name_of(self, index: int) -> tuple[str, str]:
         return os.path.join(self.name, self.records.name(index)), self.classes[self.item(index)[1]]
@@ -281,7 +272,7 @@ class ImageFolder(Dataset):
                 batch.images[row], batch.labels[row] = read_crop(file, self._view.crop(rng)), label
                 return True
             except UnusableFileError as error:
-                self.problems.add(self.records.name(candidate), str(error), self.name)
+                self.skipped.add(self.records.name(candidate), str(error), self.name)
         return False
 
 
@@ -312,5 +303,5 @@ def open_image_folder(
         classes, trees = list_tree(root, splits)
         if any(fields):
             raise UsageError(f"--image-field and --label-field are for shards, but {str(root)!r} has class folders.")
-        opened = classes, [Labelled(tree, ("image",), "label", None) for tree in trees]
+        opened = classes, [Source(tree, ("image",), "label", None) for tree in trees]
     return [ImageFolder(images, opened[0], view, max_unreadable) for images in opened[1]]

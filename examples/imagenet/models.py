@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -37,8 +36,7 @@ class Network(NamedTuple):
     apply: Callable[[Variables, jax.Array, jax.Array | None], tuple[jax.Array, Any]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """A model's constructor and arguments, and the data for which its authors designed it."""
 
     make: Callable[..., Any]
@@ -47,14 +45,13 @@ class Kind:
     classes: int = 1000
 
 
-def _resnet(block: type[Any], *stage_sizes: int, **arguments: Any) -> Kind:
-    return Kind(ResNet, {"block": block, "stage_sizes": stage_sizes, **arguments})
+def _resnet(block: type[Any], *stage_sizes: int) -> Kind:
+    return Kind(ResNet, {"block": block, "stage_sizes": stage_sizes})
 
 
 def _small_resnet(*stage_sizes: int) -> Kind:
     # The narrow networks of the paper's CIFAR-10 section, for small images.
-    kind = _resnet(BasicBlock, *stage_sizes, width=16)
-    return dataclasses.replace(kind, image_shape=(32, 32, 3), classes=10)
+    return Kind(ResNet, {"block": BasicBlock, "stage_sizes": stage_sizes, "width": 16}, (32, 32, 3), 10)
 
 
 KINDS: dict[str, Kind] = {
@@ -82,16 +79,12 @@ def kind_of(name: str) -> Kind:
         raise UsageError(f"--model {name!r} can't be imported: {error}. Its folder must be on PYTHONPATH.") from error
 
 
-def create_model(name: str, num_classes: int, channels: int = 3) -> Any:
+def create_model(name: str, num_classes: int, channels: int = 3, rngs: nnx.Rngs | None = None) -> Any:
     """The Flax module of that name; an NNX module is initialised, and needs the number of image channels."""
-    return _made(name, num_classes, channels, nnx.Rngs(0))
-
-
-def _made(name: str, num_classes: int, channels: int, rngs: nnx.Rngs) -> Any:
     kind = kind_of(name)
     try:
         if _is_nnx(kind):
-            return kind.make(num_classes, channels, rngs=rngs, **kind.arguments)
+            return kind.make(num_classes, channels, rngs=rngs or nnx.Rngs(0), **kind.arguments)
         return kind.make(num_classes=num_classes, **kind.arguments)
     except TypeError as error:
         form = "NAME(num_classes, channels, *, rngs)" if _is_nnx(kind) else "NAME(num_classes=...)"
@@ -102,7 +95,7 @@ def network(name: str, num_classes: int, channels: int, policy: mpjax.Policy | N
     """The model of that name as functions, with the policy, if any, set on its modules."""
     kind = kind_of(name)
     if _is_nnx(kind):
-        return _nnx_network(lambda rngs: _made(name, num_classes, channels, rngs), policy)
+        return _nnx_network(lambda rngs: create_model(name, num_classes, channels, rngs), policy)
     return _linen_network(name, create_model(name, num_classes), policy)
 
 
@@ -114,16 +107,12 @@ def check_outputs_of(name: str, net: Network, num_classes: int, image_shape: tup
     """
     if name in KINDS:
         return
-
-    def scores(key: jax.Array, images: jax.Array) -> Any:
-        return net.apply(net.init(key, images), images, None)[0]
-
-    out = jax.eval_shape(scores, jax.random.key(0), jax.ShapeDtypeStruct((2, *image_shape), jnp.float32))
+    images = jax.ShapeDtypeStruct((2, *image_shape), jnp.float32)
+    out: Any = jax.eval_shape(lambda key, x: net.apply(net.init(key, x), x, None)[0], jax.random.key(0), images)
     if getattr(out, "shape", None) != (2, num_classes):
         found = jax.tree.map(lambda x: x.shape, out)
-        raise UsageError(
-            f"--model {name}: for 2 images of {num_classes} classes it returns {found}, not (2, {num_classes})."
-        )
+        where = f"for 2 images of {num_classes} classes"
+        raise UsageError(f"--model {name}: {where} it returns {found}, not (2, {num_classes}).")
 
 
 def _is_nnx(kind: Kind) -> bool:
@@ -134,13 +123,11 @@ def _train_flag(name: str, module: nn.Module) -> str | None:
     """The argument that tells a Linen module that it trains. One that behaves the same in evaluation may omit it."""
     _, _, *parameters = inspect.signature(type(module).__call__).parameters.values()  # beside self and the images
     flags = [p.name for p in parameters if p.name in _TRAIN_FLAGS]
-    unknown = [p for p in parameters if p.name not in flags and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    for p in unknown:
-        if p.default is p.empty or isinstance(p.default, bool):
-            raise UsageError(
-                f"--model {name}: its argument {p.name!r} is not known; the flag for training is one of "
-                f"{', '.join(_TRAIN_FLAGS)}."
-            )
+    for p in parameters:
+        variadic = p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        if p.name not in flags and not variadic and (p.default is p.empty or isinstance(p.default, bool)):
+            known = f"the flag for training is one of {', '.join(_TRAIN_FLAGS)}."
+            raise UsageError(f"--model {name}: its argument {p.name!r} is not known; {known}")
     return flags[0] if flags else None
 
 
@@ -210,6 +197,7 @@ def _fresh(abstract: Any, key: jax.Array) -> Any:
 # Weights of torchvision and timm, which share parameter names, for the ResNets.
 
 # Names of Flax parameters and statistics in torch.
+_TORCH_ENDS = {"stem": "conv1", "stem_norm": "bn1", "Dense_0": "fc"}
 _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias", "mean": "running_mean", "var": "running_var"}
 
 
@@ -246,12 +234,8 @@ def _torch_name(name: str, blocks: Sequence[str]) -> str:
     """`params/BasicBlock_3/Conv_1/kernel` as `layer2.1.conv2.weight`."""
     _, *path, leaf = name.split("/")
     leaf = _LEAVES[leaf]
-    if path == ["stem"]:
-        return f"conv1.{leaf}"
-    if path == ["stem_norm"]:
-        return f"bn1.{leaf}"
-    if path == ["Dense_0"]:
-        return f"fc.{leaf}"
+    if len(path) == 1:
+        return f"{_TORCH_ENDS[path[0]]}.{leaf}"
     block, layer = path
     torch_layer = {"shortcut": "downsample.0", "shortcut_norm": "downsample.1"}.get(layer)
     if torch_layer is None:

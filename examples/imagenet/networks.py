@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -16,49 +16,39 @@ SMALL_IMAGE = 32
 Layer = Callable[..., Any]  # makes a module
 
 
-class BasicBlock(nn.Module):
+class _Block(nn.Module):
+    """Convolutions with a norm after each, of which one has the stride and the last may widen, and a shortcut."""
+
+    features: int
+    stride: int
+    conv: Layer
+    norm: Layer
+    kernels: ClassVar[tuple[int, ...]] = (3, 3)
+    strided, expansion = 0, 1  # the convolution with the stride, and the last one's multiple of the features
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y, last = x, len(self.kernels) - 1
+        for index, kernel in enumerate(self.kernels):
+            features = self.features * (self.expansion if index == last else 1)
+            stride = self.stride if index == self.strided else 1
+            y = self.conv(features, (kernel, kernel), stride, padding=kernel // 2)(y)
+            # Zero initialisation makes each block start as the identity, so that deep networks train from the start.
+            y = self.norm(scale_init=nn.initializers.zeros)(y) if index == last else nn.relu(self.norm()(y))
+        if x.shape[-1] != y.shape[-1] or self.stride > 1:
+            x = self.norm(name="shortcut_norm")(self.conv(y.shape[-1], (1, 1), self.stride, name="shortcut")(x))
+        return nn.relu(y + x)
+
+
+class BasicBlock(_Block):
     """Two 3x3 convolutions and a shortcut (He et al., 2015, https://arxiv.org/abs/1512.03385)."""
 
-    features: int
-    stride: int
-    conv: Layer
-    norm: Layer
-    expansion = 1
 
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = self.conv(self.features, (3, 3), self.stride, padding=1)(x)
-        y = nn.relu(self.norm()(y))
-        y = self.conv(self.features, (3, 3), padding=1)(y)
-        # Zero initialisation makes each block start as the identity, so that deep networks train from the start.
-        y = self.norm(scale_init=nn.initializers.zeros)(y)
-        return nn.relu(y + _shortcut(x, self.features, self.stride, self.conv, self.norm))
-
-
-class Bottleneck(nn.Module):
+class Bottleneck(_Block):
     """1x1, 3x3 and 1x1 convolutions; the 3x3 has the stride (the "v1.5" of ResNet-50)."""
 
-    features: int
-    stride: int
-    conv: Layer
-    norm: Layer
-    expansion = 4
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = self.conv(self.features, (1, 1))(x)
-        y = nn.relu(self.norm()(y))
-        y = self.conv(self.features, (3, 3), self.stride, padding=1)(y)
-        y = nn.relu(self.norm()(y))
-        y = self.conv(self.features * self.expansion, (1, 1))(y)
-        y = self.norm(scale_init=nn.initializers.zeros)(y)
-        return nn.relu(y + _shortcut(x, self.features * self.expansion, self.stride, self.conv, self.norm))
-
-
-def _shortcut(x: jax.Array, features: int, stride: int, conv: Layer, norm: Layer) -> jax.Array:
-    if x.shape[-1] == features and stride == 1:
-        return x
-    return norm(name="shortcut_norm")(conv(features, (1, 1), stride, name="shortcut")(x))
+    kernels = (1, 3, 1)
+    strided, expansion = 1, 4
 
 
 class ResNet(nn.Module):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import io
-import math
 import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def audio_length(path: File) -> int:
         UnusableFileError: The file is missing, empty, or has an unknown format.
     """
     with _open(path) as file:
-        return resampled_length(file.frames, *resampling_ratio(file.samplerate))
+        return resampled_length(file.frames, Fraction(SAMPLE_RATE, file.samplerate))
 
 
 def read_audio(path: File) -> np.ndarray:
@@ -54,7 +54,7 @@ def read_audio(path: File) -> np.ndarray:
     if not np.isfinite(channels).all():
         raise UnusableFileError("it holds NaN or infinite samples")
     mono = channels[:, 0] if channels.shape[1] == 1 else channels.mean(axis=1)
-    return resample(mono, *resampling_ratio(rate))
+    return resample(mono, Fraction(SAMPLE_RATE, rate))
 
 
 def _open(path: File) -> soundfile.SoundFile:
@@ -124,34 +124,28 @@ def mp3_samples(data: bytes) -> int:
     return samples
 
 
-def resample(samples: np.ndarray, up: int, down: int) -> np.ndarray:
-    """Resamples float32 samples by the ratio up/down with a polyphase filter (Kaiser window)."""
-    if up == down:
+def resample(samples: np.ndarray, ratio: Fraction) -> np.ndarray:
+    """Resamples float32 samples with a polyphase filter (Kaiser window)."""
+    if ratio == 1:
         return samples
     # Imported lazily: the import takes longer than reading thousands of files.
     from scipy.signal import resample_poly
 
-    return resample_poly(samples, up, down, window=_filter(up, down)).astype(np.float32)
+    up, down = ratio.as_integer_ratio()
+    return resample_poly(samples, up, down, window=_filter(max(up, down))).astype(np.float32)
 
 
 @functools.lru_cache(maxsize=32)
-def _filter(up: int, down: int) -> np.ndarray:
+def _filter(widest: int) -> np.ndarray:
     """The low-pass filter of `resample_poly` (Kaiser, 10 zero crossings), cached because it designs one per call."""
     from scipy.signal import firwin
 
-    widest = max(up, down)
     return firwin(20 * widest + 1, 1 / widest, window=("kaiser", 5.0)).astype(np.float32)
 
 
-def resampled_length(samples: Any, up: Any, down: Any) -> Any:
-    """Number of samples after `resample`, rounded up; accepts integers or arrays."""
-    return -(-samples * up // down)
-
-
-def resampling_ratio(rate: int) -> tuple[int, int]:
-    """The ratio (up, down), in lowest terms, that resamples `rate` to 16 kHz."""
-    common = math.gcd(rate, SAMPLE_RATE)
-    return SAMPLE_RATE // common, rate // common
+def resampled_length(samples: Any, ratio: Fraction) -> Any:
+    """Number of samples after `resample`, rounded up, of an integer or an array."""
+    return -(-samples * ratio.numerator // ratio.denominator)
 
 
 def _reason(error: Exception) -> str:

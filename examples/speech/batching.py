@@ -112,9 +112,7 @@ class Buckets:
     def _edges(self, count: int) -> list[int]:
         samples = self._speech.samples
         slowest = min(self._perturbation.speeds)
-        longest = self._perturbation.lengths(
-            np.array(samples.max()), np.array(self._perturbation.speeds.index(slowest))
-        )
+        longest = self._perturbation.lengths(samples.max(), self._perturbation.speeds.index(slowest))
         quantiles = np.quantile(samples, np.arange(1, count) / count)
         frames = frames_of(np.array([*quantiles.astype(np.int64), int(longest)]))
         # One extra frame has space for any remainder of a hop.
@@ -129,8 +127,7 @@ class Buckets:
         for number, shape in enumerate(self.shapes):
             members = np.concatenate([rest, order[bucket_of == number]])
             full = len(members) // self._batch_size * self._batch_size
-            parts = np.split(members[:full], range(self._batch_size, full, self._batch_size)) if full else []
-            plans += [_plan(shape, part, draw) for part in parts]
+            plans += [_plan(shape, part, draw) for part in members[:full].reshape(-1, self._batch_size)]
             rest = members[full:]
         return [*plans, _plan(self.shapes[-1], rest, draw)] if len(rest) else plans
 

@@ -28,9 +28,7 @@ class Config(run.RunConfig):
     infer: tuple[Path, ...] = run.FILES((), "transcribe these audio files with the model of the run", uses=("predict",))
 
     train_data: Path | None = DATA(None, "CSV, LibriSpeech or shards (default: synthesised)", uses=run.TRAIN)
-    dev_data: Path | None = DATA(
-        None, "speech to test on after each epoch (default: --test-data)", uses=run.TRAIN, stored="free"
-    )
+    dev_data: Path | None = DATA(None, "speech to test on after each epoch (default: --test-data)", uses=run.TRAIN)
     test_data: Path | None = DATA(None, "test speech, in a format of --train-data")
     audio_field: str | None = DATA(None, "field of the audio in shards (default: any usual name)")
     text_field: str | None = DATA(None, "field of the transcript in shards (default: any usual name)")

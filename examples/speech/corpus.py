@@ -5,25 +5,29 @@ The training and test sets share no speakers and no texts.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hashlib
 import io
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
 from calendar import monthrange
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from fractions import Fraction
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import soundfile
 from tqdm import tqdm
 
 from examples.common.cli import UsageError
-from examples.speech.audio import SAMPLE_RATE, resample, resampling_ratio
-from examples.speech.synthesis import Spoken, SynthesisError, synthesize
+from examples.speech.audio import SAMPLE_RATE, resample
 
 DEFAULT_CACHE = Path("runs/speech-corpus")
 
@@ -49,6 +53,15 @@ _ROOMS = "kitchen bedroom hall garden office".split()
 _DEVICES = "light fan heater radio".split()
 _CARDINALS = [*_DIGITS, *_TEENS, *(f"{ten} {unit}".rstrip() for ten in _TENS for unit in ["", *_DIGITS[1:]])]
 _DAYS_OF_MONTH = [*_ORDINALS, "twentieth", *(f"twenty {unit}" for unit in _ORDINALS[:9]), "thirtieth", "thirty first"]
+
+
+class Spoken(NamedTuple):
+    """A text, and the voice that speaks it."""
+
+    text: str
+    voice: str  # espeak-ng's name: language+variant
+    rate: int  # words per minute
+    pitch: int  # 0..99, 50 is the voice's default
 
 
 class Corpus(NamedTuple):
@@ -83,9 +96,8 @@ def make_corpus(cache: Path = DEFAULT_CACHE, train: int = 2400, test: int = 240)
                 if not folder.is_dir():  # unless another process has written the same corpus
                     os.rename(Path(part) / key, folder)
         except OSError as error:
-            raise UsageError(
-                f"the corpus cannot be kept in {str(cache)!r}: {error.strerror}. Give another folder with --cache-dir."
-            ) from error
+            why = f"{error.strerror}. Give another folder with --cache-dir."
+            raise UsageError(f"the corpus cannot be kept in {str(cache)!r}: {why}") from error
     return Corpus(folder / "train.csv", folder / "test.csv")
 
 
@@ -150,16 +162,76 @@ def _write(folder: Path, plan: dict[str, list[Spoken]]) -> None:
         for (split, number, spoken), (samples, rate) in zip(everything, bar, strict=True):
             path = folder / split / spoken.voice.replace("+", "-").lower() / f"{number:05d}.wav"
             path.parent.mkdir(parents=True, exist_ok=True)
-            wave = resample(samples.astype(np.float32) / 2**15, *resampling_ratio(rate))
+            wave = resample(samples.astype(np.float32) / 2**15, Fraction(SAMPLE_RATE, rate))
             # Encoded in memory, because soundfile waits for the disk after each file.
             content = io.BytesIO()
             soundfile.write(content, wave, SAMPLE_RATE, format="WAV", subtype="PCM_16")
             size = path.write_bytes(content.getvalue())
             lines[split].append(f"{path.relative_to(folder).as_posix()},{size},{spoken.text}")
     except SynthesisError as error:
-        raise UsageError(
-            f"espeak-ng cannot speak the corpus: {error}. Install it with pip install espeakng-loader, or give your "
-            "own speech (--train-data, --test-data)."
-        ) from error
+        remedy = "Install it with pip install espeakng-loader, or give your own speech (--train-data, --test-data)."
+        raise UsageError(f"espeak-ng cannot speak the corpus: {error}. {remedy}") from error
     for split, rows in lines.items():
         (folder / f"{split}.csv").write_text("\r\n".join(rows) + "\r\n", newline="")
+
+
+# Speech synthesis with espeak-ng in a separate process.
+#
+# The library keeps state between utterances (noise, flutter). Samples are reproducible bit for bit only in a new
+# process that speaks the same utterances in the same order.
+
+# From espeak-ng's speak_lib.h.
+_AUDIO_OUTPUT_SYNCHRONOUS, _CHARS_UTF8, _RATE, _PITCH = 2, 1, 1, 3
+
+
+class SynthesisError(Exception):
+    """espeak-ng failed; the text is its message."""
+
+
+def synthesize(utterances: Sequence[Spoken]) -> Iterator[tuple[np.ndarray, int]]:
+    """Speaks utterances in order; yields the samples ([samples], int16) and sample rate in Hz of each.
+
+    Raises:
+        SynthesisError: The library is missing, or does not know a voice.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        try:
+            for samples, rate in process.map(_speak, utterances, chunksize=16):
+                yield np.frombuffer(samples, "<i2"), rate
+        except Exception as error:  # of the process, or its end
+            raise SynthesisError(str(error)) from error
+        finally:
+            process.shutdown(cancel_futures=True)
+
+
+def _speak(spoken: Spoken) -> tuple[bytes, int]:
+    espeak, variants, rate, pieces, _ = _espeak()
+    # The library silently ignores an unknown variant.
+    variant = variants / spoken.voice.partition("+")[2]
+    if espeak.espeak_SetVoiceByName(spoken.voice.encode()) != 0 or not variant.exists():
+        raise SynthesisError(f"it has no voice {spoken.voice!r}")
+    espeak.espeak_SetParameter(_RATE, spoken.rate, 0)
+    espeak.espeak_SetParameter(_PITCH, spoken.pitch, 0)
+    text = spoken.text.encode()
+    pieces.clear()
+    espeak.espeak_Synth(text, ctypes.c_size_t(len(text) + 1), 0, 0, 0, _CHARS_UTF8, None, None)
+    return b"".join(pieces), rate
+
+
+@functools.cache
+def _espeak() -> tuple[Any, Path, int, list[bytes], Any]:
+    """The initialised library, its voice variants, its sample rate, and where it puts the pieces of an utterance."""
+    import espeakng_loader
+
+    library, data = ctypes.CDLL(espeakng_loader.get_library_path()), Path(espeakng_loader.get_data_path())
+    rate = library.espeak_Initialize(_AUDIO_OUTPUT_SYNCHRONOUS, 0, str(data).encode(), 0)
+    pieces: list[bytes] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
+    def take(samples: Any, count: int, events: object) -> int:
+        if count > 0 and samples:
+            pieces.append(ctypes.string_at(samples, count * 2))
+        return 0
+
+    library.espeak_SetSynthCallback(take)
+    return library, data / "voices" / "!v", rate, pieces, take  # C holds no reference to the callback, so Python must

@@ -6,7 +6,6 @@ import csv
 import functools
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -69,7 +68,7 @@ class Speech:
                     self.skipped.add(str(utterance.path), str(found))
                 else:
                     kept.append((utterance, found))
-        self._keep([utterance for utterance, _ in kept], [samples for _, samples in kept])
+        self._keep(kept)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -117,21 +116,19 @@ class Speech:
         have = np.asarray(frames(np.floor(self.samples / fastest).astype(np.int64)))
         need = np.array([frames_needed(labels) for labels in self.labels], np.int64)
         for index in np.flatnonzero(need > have):
-            self.skipped.add(
-                str(self.paths[index]),
-                f"its transcript is too long: it needs {need[index]} frames but the model outputs {have[index]} for "
-                f"{self.samples[index] / SAMPLE_RATE:.2f} s of audio: {self.transcripts[index]!r}",
-            )
+            given = f"{have[index]} for {self.samples[index] / SAMPLE_RATE:.2f} s of audio"
+            long = f"its transcript is too long: it needs {need[index]} frames but the model outputs {given}"
+            self.skipped.add(str(self.paths[index]), f"{long}: {self.transcripts[index]!r}")
         kept = np.flatnonzero(need <= have)
-        self._keep([Utterance(self.paths[i], self.transcripts[i]) for i in kept], self.samples[kept])
+        self._keep([(Utterance(self.paths[i], self.transcripts[i]), self.samples[i]) for i in kept])
 
-    def _keep(self, utterances: Sequence[Utterance], samples: Sequence[int] | np.ndarray) -> None:
-        if not utterances:
+    def _keep(self, kept: Sequence[tuple[Utterance, int]]) -> None:
+        if not kept:
             raise UsageError(f"{self.name!r} has no utterance that can be used.")
-        self.paths = [utterance.path for utterance in utterances]
-        self.transcripts = [utterance.transcript for utterance in utterances]
+        self.paths = [utterance.path for utterance, _ in kept]
+        self.transcripts = [utterance.transcript for utterance, _ in kept]
         self.labels = [self.alphabet.encode(transcript) for transcript in self.transcripts]
-        self.samples = np.asarray(samples, np.int64)
+        self.samples = np.array([samples for _, samples in kept], np.int64)
 
 
 def _portable_names(paths: Sequence[File]) -> list[str]:
@@ -158,16 +155,15 @@ def frames_needed(labels: np.ndarray) -> int:
 
 
 def _check_characters(name: str, utterances: Sequence[Utterance], alphabet: Alphabet) -> None:
-    unknown = Counter(character for utterance in utterances for character in alphabet.unknown(utterance.transcript))
-    if not unknown:
-        return
-    first = next(utterance for utterance in utterances if alphabet.unknown(utterance.transcript))
-    raise UsageError(
-        f"{name!r}: transcripts have characters that are not in the alphabet: {listing(sorted(unknown), 20)}, first in "
-        f"{first.transcript!r} of {str(first.path)!r}. Give an alphabet that has them (--alphabet FILE, one character "
-        f"per line), leave them out (--drop-characters), or change the transcripts (lower case, numbers as words) to "
-        f"{alphabet.characters!r}."
-    )
+    unknown = {*"".join(utterance.transcript for utterance in utterances)}.difference(alphabet.characters)
+    if unknown:
+        first = next(utterance for utterance in utterances if unknown.intersection(utterance.transcript))
+        raise UsageError(
+            f"{name!r}: transcripts have characters that are not in the alphabet: {listing(sorted(unknown), 20)}, "
+            f"first in {first.transcript!r} of {str(first.path)!r}. Give an alphabet that has them (--alphabet FILE, "
+            "one character per line), leave them out (--drop-characters), or change the transcripts (lower case, "
+            f"numbers as words) to {alphabet.characters!r}."
+        )
 
 
 # The output characters of a model as labels, and DeepSpeech's alphabet file format.
@@ -210,15 +206,10 @@ class Alphabet:
             character = "#" if line == "\\#" else line
             if len(character) != 1 or character in found:
                 what = f"repeats line {found[character]}" if character in found else "must be one character"
-                raise UsageError(
-                    f"alphabet {str(path)!r}, line {number} {what}: {line!r}; a space is a line with a space in it."
-                )
+                hint = "a space is a line with a space in it."
+                raise UsageError(f"alphabet {str(path)!r}, line {number} {what}: {line!r}; {hint}")
             found[character] = number
         return cls("".join(found))
-
-    def unknown(self, text: str) -> str:
-        """The distinct characters of `text` without a label, in order."""
-        return "".join(dict.fromkeys(character for character in text if character not in self._label_of))
 
     def encode(self, text: str) -> np.ndarray:
         """The labels of a text, [characters], int32; raises KeyError with a character that has no label."""
@@ -269,10 +260,9 @@ def open_speech(
     elif "," in str(path) and all(part.is_file() for part in map(Path, str(path).split(","))):
         utterances = [utterance for part in str(path).split(",") for utterance in read_csv(Path(part))]
     else:
-        raise UsageError(
-            f"there is no {str(path)!r}; give a CSV file with columns wav_filename,wav_filesize,transcript, the "
-            "folder of a LibriSpeech tree, or shards (*.tfrecord, *.array_record, *.tar, a saved Hugging Face dataset)."
-        )
+        table = "a CSV file with columns wav_filename,wav_filesize,transcript, the folder of a LibriSpeech tree"
+        shards = "shards (*.tfrecord, *.array_record, *.tar, a saved Hugging Face dataset)"
+        raise UsageError(f"there is no {str(path)!r}; give {table}, or {shards}.")
     if drop:
         without = str.maketrans("", "", drop)
         utterances = [Utterance(file, " ".join(text.translate(without).split())) for file, text in utterances]
@@ -283,10 +273,8 @@ def read_records(records: Records, audio_field: str | None = None, text_field: s
     """Reads the utterances of shards whose entries contain an audio file and its transcript."""
     audio = records.fields((audio_field,) if audio_field else _AUDIO, "audio")
     text, *_ = records.fields((text_field,) if text_field else _TEXT, "text")
-    transcripts = (
-        value.decode(errors="replace") if isinstance(value, bytes) else value or "" for value in records.column(text)
-    )
-    return [Utterance(Entry(records, index, audio), text.strip()) for index, text in enumerate(transcripts)]
+    values = (x.decode(errors="replace") if isinstance(x, bytes) else x or "" for x in records.column(text))
+    return [Utterance(Entry(records, index, audio), text.strip()) for index, text in enumerate(values)]
 
 
 def read_csv(path: Path) -> list[Utterance]:
@@ -309,10 +297,8 @@ def read_csv(path: Path) -> list[Utterance]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{str(path)!r} cannot be read as a CSV file in UTF-8: {error}.") from error
     if missing := [name for name in names if name not in columns]:
-        raise UsageError(
-            f"{str(path)!r} has no column {' and no column '.join(missing)}; its first line is "
-            f"{','.join(columns)!r}, expected {','.join(names)}."
-        )
+        first = f"its first line is {','.join(columns)!r}, expected {','.join(names)}."
+        raise UsageError(f"{str(path)!r} has no column {' and no column '.join(missing)}; {first}")
     if not rows:
         raise UsageError(f"{str(path)!r} is empty: expected a line {','.join(names)} and one for each audio file.")
     utterances = []
@@ -341,8 +327,7 @@ def read_librispeech(folder: Path) -> list[Utterance]:
             raise UsageError(f"{str(path)!r} cannot be read as UTF-8: {error}.") from error
         utterances += [Utterance(path.parent / f"{name}.flac", text.strip().lower()) for name, _, text in lines if name]
     if not utterances:
-        raise UsageError(
-            f"{str(folder)!r} has no transcripts: expected a LibriSpeech tree, SPEAKER/CHAPTER/*.trans.txt with the "
-            "FLAC files beside them, or shards (*.tfrecord, *.array_record, *.tar), or give a CSV file."
-        )
+        tree = "a LibriSpeech tree, SPEAKER/CHAPTER/*.trans.txt with the FLAC files beside them"
+        shards = "shards (*.tfrecord, *.array_record, *.tar), or give a CSV file"
+        raise UsageError(f"{str(folder)!r} has no transcripts: expected {tree}, or {shards}.")
     return utterances

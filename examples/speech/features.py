@@ -174,20 +174,18 @@ class Perturbation:
         decibels = rng.uniform(-self.volume, self.volume, count)
         return rng.integers(len(self.speeds), size=count), (10 ** (decibels / 20)).astype(np.float32)
 
-    def lengths(self, samples: np.ndarray, speeds: np.ndarray) -> np.ndarray:
+    def lengths(self, samples: Any, speeds: Any) -> np.ndarray:
         """Lengths of utterances at the drawn speeds."""
-        ratios = np.array([_ratio(speed) for speed in self.speeds])[speeds]
-        return resampled_length(samples, ratios[..., 0], ratios[..., 1])
+        return np.choose(speeds, [resampled_length(samples, _ratio(speed)) for speed in self.speeds])
 
     def apply(self, audio: np.ndarray, speed: int, gain: float) -> np.ndarray:
         """The samples of an utterance at the drawn speed and gain."""
-        return resample(audio, *_ratio(self.speeds[speed])) * np.float32(gain)
+        return resample(audio, _ratio(self.speeds[speed])) * np.float32(gain)
 
 
 NO_PERTURBATION = Perturbation(speeds=(1.0,), volume=0.0)
 
 
-def _ratio(speed: float) -> tuple[int, int]:
+def _ratio(speed: float) -> Fraction:
     """The resampling ratio in small integers: a filter for large ones would be longer than the audio."""
-    fraction = Fraction(speed).limit_denominator(40)
-    return fraction.denominator, fraction.numerator
+    return 1 / Fraction(speed).limit_denominator(40)

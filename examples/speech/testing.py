@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +15,9 @@ import numpy as np
 from examples.common.cli import UnusableFileError, each_readable, say
 from examples.common.modes import cast_to_policy
 from examples.common.task import Task, shape_of
-from examples.common.training import Variables, check_outputs, compile_step
+from examples.common.training import Variables, check_outputs
 from examples.speech.audio import SAMPLE_RATE, read_audio
-from examples.speech.batching import Array, Buckets, Shape
+from examples.speech.batching import Buckets, Shape
 from examples.speech.config import Config
 from examples.speech.dataset import Speech
 from examples.speech.models import create_test_step, create_transcribe_step
@@ -37,7 +37,7 @@ class Tester:
         """Compiles the steps for variables or their `ShapeDtypeStruct`s."""
         step = create_test_step(self._config, self._speech.alphabet.labels)
         batches = [self._parallel.like_batch(shape.zeros()) for shape in self._buckets.shapes]
-        self._steps = {shape_of(batch): compile_step(step, variables, batch).call for batch in batches}
+        self._steps = {shape_of(batch): step.lower(variables, batch).compile() for batch in batches}
 
     def run(self, variables: Variables, between_steps: Callable[[], None] = lambda: None) -> list[Transcribed]:
         """Transcribes each utterance."""
@@ -48,15 +48,12 @@ class Tester:
             between_steps()
             step = self._steps[shape_of(batch)]
             outputs = self._parallel.get((batch.weights, batch.indices, *step(variables, batch)))
-            found += self._transcribed(*outputs)
+            weights, indices, losses, decoded = outputs
+            for row in np.flatnonzero(weights):
+                name, spoken = str(self._speech.paths[indices[row]]), self._speech.transcripts[indices[row]]
+                text = self._speech.alphabet.decode(decoded.labels[row, : decoded.lengths[row]])
+                found.append(Transcribed(name, spoken, text, float(losses[row]), bool(decoded.finite[row])))
         return found
-
-    def _transcribed(self, weights: Array, indices: Array, losses: Any, decoded: Any) -> Iterator[Transcribed]:
-        speech = self._speech
-        for row in np.flatnonzero(weights):
-            index, finite = indices[row], bool(decoded.finite[row])
-            text = speech.alphabet.decode(decoded.labels[row, : decoded.lengths[row]])
-            yield Transcribed(str(speech.paths[index]), speech.transcripts[index], text, float(losses[row]), finite)
 
 
 def metrics_of_test(transcribed: Iterable[Transcribed], last: bool = True) -> dict[str, Any]:
@@ -102,12 +99,8 @@ def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[st
 
 def worst_first(transcribed: Sequence[Transcribed]) -> list[Transcribed]:
     """Sorted by word error rate and then by loss, of which NaN is the worst."""
-
-    def goodness(item: Transcribed) -> tuple[float, float]:
-        loss = math.inf if math.isnan(item.loss) else item.loss
-        return -error_rates([item.reference], [item.hypothesis])["wer"], -loss
-
-    return sorted(transcribed, key=goodness)
+    rate = {item: error_rates([item.reference], [item.hypothesis])["wer"] for item in transcribed}
+    return sorted(transcribed, key=lambda item: (-rate[item], -np.nan_to_num(item.loss, nan=math.inf)))
 
 
 # Transcribes audio files.
@@ -130,7 +123,7 @@ def transcribe_files(task: Any, variables: Variables) -> dict[str, Any]:
         batch = Shape(1, length, 1).zeros()
         batch.audio[0, : len(samples)], batch.audio_lengths[0] = samples, len(samples)
         inputs = weights, jax.device_put(batch, device)
-        program = programs[length] = programs.get(length) or compile_step(transcribe, *inputs).call
+        program = programs[length] = programs.get(length) or transcribe.lower(*inputs).compile()
         seconds, text = [], ""
         for _ in range(runs + 1):
             started = time.perf_counter()
@@ -143,15 +136,9 @@ def transcribe_files(task: Any, variables: Variables) -> dict[str, Any]:
         say(f"{path}: {text if decoded.finite[0] else 'inf or NaN'}")
     check_outputs(nonfinite, len(readable), "utterances")
     total = sum(map(len, readable.values())) / SAMPLE_RATE
-    return {
-        "unreadable_files": unreadable,
-        "test_nonfinite": nonfinite,
-        "texts": texts,
-        "policy": config.policy,
-        "audio_seconds": total,
-        "latency_milliseconds": float(np.mean(latencies)) * 1e3,
-        "real_time_factor": sum(latencies) / total,
-    }
+    found = {"unreadable_files": unreadable, "test_nonfinite": nonfinite, "texts": texts, "policy": config.policy}
+    speed = {"latency_milliseconds": float(np.mean(latencies)) * 1e3, "real_time_factor": sum(latencies) / total}
+    return {**found, "audio_seconds": total, **speed}
 
 
 def _read(config: Config, path: Any) -> np.ndarray:

@@ -7,29 +7,130 @@ What all scripts share is in `examples/common/`: optimizers and loss scale (opti
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import mpjax
 from examples.common import modes
-from examples.common.training import Aux, Model, TrainState, Updated, Variables, masked_sums
-from examples.speech.batching import Batch
+from examples.common.cli import UsageError, say
+from examples.common.run_folder import write_json
+from examples.common.task import Task
+from examples.common.training import DataParallel, Model, Sums, TrainState, Variables, masked_sums
+from examples.speech.audio import SAMPLE_RATE
+from examples.speech.batching import Batch, Buckets, Shape
+from examples.speech.config import Config
+from examples.speech.corpus import make_corpus
+from examples.speech.dataset import Alphabet, Speech, open_speech
 from examples.speech.features import spec_augment
 from examples.speech.models import create_network, create_transcribe_step, ctc_losses, finite_features
-from examples.speech.task import SpeechData
-from examples.speech.testing import Tester, metrics_of_test, transcribe_files
+from examples.speech.testing import Tester, Transcribed, metrics_of_test, transcribe_files, worst_first
+
+# Approximate number of characters spoken per second.
+_CHARACTERS = 14
 
 
-class SpeechTask(SpeechData):
-    """A speech recogniser and its data, on all devices."""
+class Data(NamedTuple):
+    """The speech of a run, of which some may not be needed, and the characters that a model writes."""
 
-    # Data.
+    alphabet: Alphabet
+    train: Speech | None = None
+    test: Speech | None = None
+    dev: Speech | None = None  # for the test after each epoch; by default `test`
+
+
+def open_sets(config: Config, alphabet: Alphabet, splits: Sequence[str] = ("train", "test", "dev")) -> Data:
+    """Opens the speech given by the flags, without utterances that CTC cannot align."""
+    paths = {"train": config.train_data, "test": config.test_data, "dev": config.dev_data}
+    if paths["test"] is None:
+        paths["train"], paths["test"] = make_corpus(config.cache_dir)
+    sets: dict[str, Speech] = {}
+    for split in splits:
+        if (path := paths[split]) is None:
+            continue
+        fields = config.audio_field, config.text_field
+        limits: dict[str, Any] = {"drop": config.drop_characters, "max_seconds": config.max_seconds}
+        speech = sets[split] = open_speech(path, alphabet, config.max_skipped, *fields, **limits)
+        speech.keep_decodable(config.output_frames, config.perturbation.fastest if split == "train" else 1.0)
+    return Data(alphabet, **sets)
+
+
+class SpeechTask(Task):
+    """A speech recogniser and its data, on all devices.
+
+    Attributes:
+        transcribed: The results of the last test, one per utterance.
+    """
+
+    config_type, unit = Config, "utterances"
+    metric_name, table = "WER", {"wer": "WER", "cer": "CER"}
+
+    def __init__(self, config: Config, parallel: DataParallel, data: Data) -> None:
+        super().__init__(config, parallel, data)
+        self.alphabet, dev = data.alphabet, data.dev
+        self.sets = {name: x for name, x in data._asdict().items() if isinstance(x, Speech)}
+        self._buckets: Any = None
+        if data.train is not None:
+            self.check_batch_size(data.train.name, len(data.train))
+            self._buckets = Buckets(data.train, self.batch_size, config.buckets, config.perturbation, self.loading)
+            self.steps = self._buckets.steps
+        self._test, self._dev = (None if x is None else Tester(self, x) for x in (data.test, dev))
+        self._epoch_tester: Any = self._dev or self._test
+        self.test_count = 0 if data.test is None else len(data.test)
+        self.prefix = "dev_" if dev else ""
+        self.metric = (f"{self.prefix}wer", -1)
+        self.title = f"DeepSpeech on {data.train.name if data.train else 'synthetic audio'}, policy {config.policy}"
+        self.transcribed: list[Transcribed] = []
+
+    @classmethod
+    def open(cls, config: Config, description: dict[str, Any] | None = None) -> Data:
+        if description is None:
+            alphabet = Alphabet() if config.alphabet is None else Alphabet.read(config.alphabet)
+            return Data(alphabet) if config.is_benchmark else open_sets(config, alphabet)
+        characters = description.get("characters")
+        if not isinstance(characters, str) or not characters:
+            raise UsageError("the model's description of its alphabet is damaged.")
+        alphabet = Alphabet(characters)
+        return Data(alphabet) if config.infer else open_sets(config, alphabet, ["test"])
+
+    def facts(self) -> dict[str, Any]:
+        found = {**super().facts(), "skipped_files": sum(map(len, self.skipped.values()))}
+        return found if self.data.train is None else found | {"train_hours": self.data.train.hours}
+
+    def report(self, folder: Path | None) -> None:
+        """Prints the worst, the median and the best transcript; in a folder, also writes all, the worst first."""
+        if not self.transcribed:
+            return
+        ranked = worst_first(self.transcribed)
+        for title, place in {"worst": 0, "median": len(ranked) // 2, "best": -1}.items():
+            say(f"{title}: {ranked[place].text()}")
+        if folder is not None:
+            write_json(folder / "transcripts.json", {"transcripts": [x._asdict() for x in ranked]})
+
+    def description(self) -> dict[str, Any]:
+        return {"characters": self.alphabet.characters}
+
+    def identity(self) -> dict[str, Any]:
+        sets = {f"{name} speech": speech.identity for name, speech in self.sets.items()}
+        return sets | {"characters": [*self.alphabet.characters]}
+
+    def example_batches(self, batch_size: int) -> Sequence[Batch]:
+        if self._buckets is None:
+            return [synthetic_batch(self.config, batch_size, self.alphabet.labels)]
+        return [shape._replace(batch=batch_size).zeros() for shape in self._buckets.shapes]
+
+    def synthetic_batch(self) -> Batch:
+        return synthetic_batch(self.config, self.batch_size, self.alphabet.labels)
+
+    def benchmark_facts(self, items_per_second: float) -> dict[str, Any]:
+        seconds = float(np.mean(self.synthetic_batch().audio_lengths)) / SAMPLE_RATE
+        return {"longest_seconds": self.config.longest, "audio_hours_per_hour": seconds * items_per_second}
 
     def batches(self, epoch: int, first: int) -> Iterator[Batch]:
-        assert self._buckets is not None
         return self._buckets.train_batches(self.config.seed, epoch, first)
 
     # Model, loss and step.
@@ -38,7 +139,7 @@ class SpeechTask(SpeechData):
         config = self.config
         network = create_network(config, self.alphabet.labels)
 
-        def loss(params: Any, stats: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, Aux]:
+        def loss(params: Any, stats: Any, batch: Batch, key: jax.Array) -> tuple[jax.Array, tuple[Sums, Any]]:
             masks, dropout = jax.random.split(key)
             features, lengths, readable = finite_features(batch.audio, batch.audio_lengths)
             if config.augment:
@@ -47,23 +148,17 @@ class SpeechTask(SpeechData):
             losses = ctc_losses(*network.apply(params, features, lengths, dropout), batch)
             mean = jnp.sum(jnp.where(counted, losses, 0)) / jnp.maximum(jnp.sum(counted), 1)
             sums = masked_sums(counted, loss=losses)
-            return mean, Aux({**sums, "not_finite": jnp.sum(batch.weights) - sums["count"]}, stats)
+            return mean, ({**sums, "not_finite": jnp.sum(batch.weights) - sums["count"]}, stats)
 
-        def update(tx: Any, state: TrainState, batch: Batch, key: jax.Array) -> Updated:
+        def update(tx: Any, state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Sums]:
             value_and_grad = mpjax.value_and_grad(loss, state.opt_state, has_aux=True)
-            (mean, aux), grads = value_and_grad(state.params, state.stats, batch, key)
+            (mean, (sums, _)), grads = value_and_grad(state.params, state.stats, batch, key)
             params, opt_state = mpjax.apply_gradients(tx, grads, state.opt_state, state.params, value=mean)
-            return Updated(params, state.stats, opt_state, aux.sums)
+            return state._replace(params=params, opt_state=opt_state), sums
 
         return Model(network.init, loss, update, ("loss", "not_finite", "count"))
 
     # Tests and predictions.
-
-    @property
-    def _epoch_tester(self) -> Tester:
-        tester = self._dev or self._test
-        assert tester is not None
-        return tester
 
     def compile(self) -> None:
         super().compile()
@@ -88,6 +183,18 @@ class SpeechTask(SpeechData):
 
     def inference_step(self) -> jax.stages.Wrapped:
         return create_transcribe_step(self.config, self.alphabet.labels)
+
+
+def synthetic_batch(config: Config, size: int, labels: int) -> Batch:
+    """A batch of noise with random transcripts; lengths are spread evenly from a quarter of --longest to --longest."""
+    rng = np.random.default_rng(config.seed)
+    seconds = np.linspace(config.longest / 4, config.longest, size) if size > 1 else np.array([config.longest])
+    lengths, spoken = (seconds * SAMPLE_RATE).astype(np.int32), (seconds * _CHARACTERS).astype(np.int32)
+    batch = Shape(size, int(lengths[-1]), max(1, int(spoken[-1]))).zeros()
+    batch.audio[:] = rng.uniform(-0.1, 0.1, batch.audio.shape) * (np.arange(lengths[-1]) < lengths[:, None])
+    batch.labels[:] = rng.integers(1, labels, batch.labels.shape) * (np.arange(batch.labels.shape[1]) < spoken[:, None])
+    weights, indices = np.ones(size, np.float32), np.arange(size, dtype=np.int32)
+    return batch._replace(audio_lengths=lengths, label_lengths=spoken, weights=weights, indices=indices)
 
 
 main = functools.partial(modes.main, SpeechTask)

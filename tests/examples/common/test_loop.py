@@ -13,7 +13,7 @@ from examples.common.checkpoints import Checkpoints
 from examples.common.run_folder import RunFolder
 from examples.common.training import DataParallel
 from examples.custom.__main__ import Config, CustomTask, main
-from examples.imagenet.task import correct
+from examples.imagenet.train import correct
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
 

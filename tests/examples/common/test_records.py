@@ -22,7 +22,7 @@ from examples.imagenet import image_folder
 from examples.imagenet.config import Config
 from examples.imagenet.decoding import View
 from examples.imagenet.image_folder import ImageFolder, open_image_folder, open_image_records
-from examples.imagenet.task import open_data
+from examples.imagenet.train import open_data
 from examples.speech.dataset import open_speech
 from tests.examples.imagenet.image_tree import CLASSES
 
@@ -181,7 +181,7 @@ def test_labels_in_json_and_damaged_entries(photos, tmp_path):
     train, _ = open_image_folder(tmp_path, View(16), 0.5)
     loaded = train.load(np.arange(6), None)
     np.testing.assert_array_equal(loaded.mask, [1, 0, 0, 1, 1, 1])
-    assert {name.rpartition("/")[2]: reason.split(":")[0] for name, reason in train.problems.reasons.items()} == {
+    assert {name.rpartition("/")[2]: reason.split(":")[0] for name, reason in train.skipped.reasons.items()} == {
         "0001": "its json is invalid",
         "0002": "not a complete JPEG, PNG, WEBP, GIF or BMP",
     }

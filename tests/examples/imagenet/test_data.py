@@ -250,7 +250,7 @@ def test_unreadable_files_are_named_and_not_counted(own_photos, capsys):
     batches = evaluation_list(test, 5)
     assert sum(batch.mask.sum() for batch in batches) == 6
     lines = [line for line in capsys.readouterr().err.splitlines() if "/val/" in line and line.startswith("skipped")]
-    assert len(lines) == len(test.problems) == len(reasons)
+    assert len(lines) == len(test.skipped) == len(reasons)
     for name, reason in reasons.items():
         assert sum(f"skipped: {own_photos}/val/china/{name} (" in line for line in lines) == 1
         assert any(name in line and reason in line for line in lines)

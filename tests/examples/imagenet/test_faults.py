@@ -19,7 +19,7 @@ from examples.common.modes import open_model
 from examples.common.run_folder import RunFolder, to_json
 from examples.common.training import Variables
 from examples.common.weights import file_variables, write_weights
-from examples.imagenet import task as image_task
+from examples.imagenet import train as image_task
 from examples.imagenet.config import Config
 from examples.imagenet.image_folder import list_tree
 from examples.imagenet.train import ImageTask, main
