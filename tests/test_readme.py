@@ -6,6 +6,8 @@ import json
 import pathlib
 import re
 
+import pytest
+
 from docs.make import made
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -45,11 +47,13 @@ def test_the_first_screen_quotes_what_the_program_prints(tmp_path):
     assert error in (ROOT / "docs/inspection/find_nonfinite.md").read_text()  # whose outputs are checked
 
 
-def test_the_first_table_quotes_the_results():
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_table_quotes_the_results(page):
     results = json.loads((ROOT / "benchmarks/results/training_gpu.json").read_text())["results"]["gpt2_medium"]
     for cell in ("tf32", "autocast_bfloat16", "autocast_bfloat16_fused"):
         row = results[cell]
-        assert f"| {row['milliseconds']:.1f} ms | {row['peak_bytes'] / 1e9:.1f} GB |" in README
+        text = f"| {row['milliseconds']:.1f} ms | {row['peak_bytes'] / 1e9:.1f} GB |"
+        assert text in (ROOT / page).read_text()
 
 
 def test_the_first_page_is_short():
