@@ -45,19 +45,27 @@ def program() -> tuple[Any, jax.Array, jax.Array]:
 
 
 def dtypes(plot: Any, ink: str) -> None:
-    """The dtype of each operation, before and after autocast."""
+    """The dtype of each operation, before and after autocast; the length of its bar is its share of the FLOPs."""
     args = program()
     rows = mpjax.explain(mpjax.autocast(loss_fn), *args).rows
+    total = sum(row.flops for row in rows)
     _, (before, after) = plot.subplots(1, 2, figsize=(7.2, 0.17 * len(rows) + 0.9), sharey=True)
     for axes, title in ((before, "as written"), (after, "under mpjax.autocast")):
         halves = [axes is after and "float16" in row.dtypes_in for row in rows]
-        axes.barh(range(len(rows)), [1] * len(rows), color=[HALF if half else FULL for half in halves], height=0.86)
-        for i, (row, half) in enumerate(zip(rows, halves, strict=True)):
-            module = row.module.strip("-").rpartition("/")[2] or "loss"
-            axes.text(0.02, i, f"{module}: {row.op}", va="center", color="white", fontsize=6.5)
-            axes.text(0.98, i, "float16" if half else "float32", va="center", ha="right", color="white", fontsize=6.5)
-        axes.set(title=title, xlim=(0, 1), ylim=(len(rows) - 0.4, -0.6), xticks=[], yticks=[])
+        shares = [max(row.flops / total, 0.004) for row in rows]  # work without matmuls is a line
+        axes.barh(range(len(rows)), shares, color=[HALF if half else FULL for half in halves], height=0.86)
+        for i, (row, half, share) in enumerate(zip(rows, halves, shares, strict=True)):
+            work = f", {row.flops / total:.0%} of FLOPs" if row.flops else ""
+            dtype = "float16" if half else "float32"
+            axes.text(share + 0.01, i, dtype + work, va="center", color=ink, fontsize=6.5)
+        in_half = sum(row.flops for row, half in zip(rows, halves, strict=True) if half) / total
+        axes.set_title(f"{title}: {in_half:.0%} of FLOPs in half", fontsize=8)
+        axes.set(xlim=(0, 0.8), ylim=(len(rows) - 0.4, -0.6), xticks=[])
         axes.spines[:].set_visible(False)
+    names = [f"{row.module.strip('-').rpartition('/')[2] or 'loss'}: {row.op}" for row in rows]
+    before.set_yticks(range(len(rows)), names, fontsize=6.5)
+    before.tick_params(length=0)
+    after.tick_params(length=0)
 
 
 def loss_scale(plot: Any, ink: str) -> None:

@@ -11,6 +11,7 @@ import itertools
 import pathlib
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
@@ -39,12 +40,35 @@ def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
     """Fills in the generated parts of a page of the site, and names above each output the versions that print it."""
     from docs.make import blocks
 
-    text = filled(markdown, {**PARTS, **ON_SITE})
+    text = with_links_of_site(filled(markdown, {**PARTS, **ON_SITE}), page.file.src_uri.count("/"))
     used = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "flax", "optax"))
     for above, block in reversed([*itertools.pairwise(blocks(text))]):
         if block.language == "text" and not above.mark:
             text = f'{text[: block.begin - 1]} title="{used}"{text[block.begin - 1 :]}'
     return text
+
+
+def with_links_of_site(markdown: str, depth: int) -> str:
+    """A page whose links to files outside of the documentation lead to a page of the site, or to the repository.
+
+    Args:
+        markdown: The page's text.
+        depth: The number of folders that it is in.
+    """
+    up = "../" * depth
+    text = re.sub(rf"\]\({up}\.\./benchmarks/results/README\.md#([\w-]+)\)", rf"]({up}results/\1.md)", markdown)
+    return re.sub(rf"\]\({up}\.\./([^)]*)\)", rf"]({_repository()}/blob/main/\1)", text)
+
+
+def _repository() -> str:
+    """The address of the repository, which stands in pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+
+
+def on_config(config: Any) -> Any:
+    """Links the site to its repository."""
+    config.repo_url = _repository()
+    return config
 
 
 def filled(page: str, parts: dict[str, Callable[..., str]] | None = None) -> str:
@@ -168,8 +192,6 @@ def _help_texts() -> Iterator[tuple[str, str]]:
 
 def versions() -> str:
     """The supported versions, from pyproject.toml and the versions that CI tests."""
-    import tomllib
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     oldest = dict(line.split("==") for line in (ROOT / ".ci" / "oldest.txt").read_text().split() if "==" in line)
     lines = ["| package | required | oldest version tested |", "|---|---|---|"]

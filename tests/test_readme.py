@@ -1,9 +1,14 @@
-"""The README's example runs as it stands and with its diff applied, and its commands are the ones CI runs."""
+"""The README's example runs as it stands, under the launcher and with its diff applied; its numbers are results."""
 
 import contextlib
 import io
+import json
 import pathlib
 import re
+
+import pytest
+
+from docs.make import made
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -17,18 +22,38 @@ def run(code):
     return float(re.search(r"loss ([\d.]+)", output.getvalue()).group(1))
 
 
-def test_the_example_learns_before_and_after_its_two_changed_lines():
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 15
+(CODE,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_example_learns_before_and_after_its_changes():
+    assert len([line for line in CODE.splitlines() if line.strip()]) <= 15
     (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
-    removed, added = ([line[1:] for line in diff.splitlines() if line[0] == sign] for sign in "-+")
-    assert len(removed) == len(added) == 2
-    changed = code
-    for before, after in zip(removed, added, strict=True):
-        assert changed.count(f"{before}\n") == 1
-        changed = changed.replace(f"{before}\n", f"{after}\n")
-    losses = [run(code), run(changed + "assert 'f16[' in str(jax.make_jaxpr(train_step)(params, opt_state))\n")]
+    changed = CODE
+    for hunk in diff.split("\n\n"):
+        before, after = ("".join(f"{line[1:]}\n" for line in hunk.splitlines() if line[0] in (" ", s)) for s in "-+")
+        assert changed.count(before) == 1
+        changed = changed.replace(before, after)
+    losses = [run(CODE), run(changed + "assert 'f16[' in str(jax.make_jaxpr(train_step)(params, opt_state))\n")]
     assert max(losses) < 0.1, "predicting the mean gives 0.5"
+
+
+def test_the_first_screen_quotes_what_the_program_prints(tmp_path):
+    (tmp_path / "train.py").write_text(CODE)
+    now = made(README, folder=tmp_path)
+    without_numbers = [re.sub(r"[\d.]+", "#", page) for page in (README, now)]
+    assert without_numbers[0] == without_numbers[1]
+    error = "".join(re.findall(r"^    ((?:inf|  overflow).*\n)", README, re.MULTILINE))
+    assert error.count("\n") == 2
+    assert error in (ROOT / "docs/inspection/find_nonfinite.md").read_text()  # whose outputs are checked
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_table_quotes_the_results(page):
+    results = json.loads((ROOT / "benchmarks/results/training_gpu.json").read_text())["results"]["gpt2_medium"]
+    for cell in ("tf32", "autocast_bfloat16", "autocast_bfloat16_fused"):
+        row = results[cell]
+        text = f"| {row['milliseconds']:.1f} ms | {row['peak_bytes'] / 1e9:.1f} GB |"
+        assert text in (ROOT / page).read_text()
 
 
 def test_the_first_page_is_short():

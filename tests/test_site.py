@@ -82,6 +82,15 @@ def test_links_have_targets(page):
         assert (page.parent / path).exists(), target
 
 
+def test_links_out_of_the_documentation_lead_somewhere_on_the_site():
+    pages = {hooks._anchor(title) for title in hooks._sections()}
+    for path in DOCS.rglob("*.md"):
+        depth = len(path.relative_to(DOCS).parts) - 1
+        text = hooks.with_links_of_site(hooks.filled(path.read_text(), hooks.PARTS | hooks.ON_SITE), depth)
+        assert f"]({'../' * (depth + 1)}" not in text, path
+        assert {*re.findall(rf"\]\({'../' * depth}results/([\w-]+)\.md\)", text)} <= pages, path
+
+
 def test_every_page_starts_with_its_title_and_a_paragraph():
     for page in DOCS.rglob("*.md"):
         title, blank, first, *_ = page.read_text().splitlines()

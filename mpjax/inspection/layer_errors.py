@@ -121,7 +121,7 @@ class LayerwiseReport(Report):
         return [
             Section("", "\n".join(self._finding())),
             self.by_module(),
-            Section("Gradients of parameters", "", "parameter|>error|>of the whole", parameters, shown=10),
+            Section("Gradients of parameters", "", "parameter|%error|%of the whole", parameters, shown=10),
         ]
 
     def by_module(self) -> Section:
@@ -139,7 +139,7 @@ class LayerwiseReport(Report):
             f"own: the error with exact operands, only this module in {self._precision}\n"
             "total: the error that the program has there; ← is the backward pass"
         )
-        return Section("By module", text, "module|in|>own|>own ←|>total|>total ←|largest at", rows)
+        return Section("By module", text, "module|in|%own|%own ←|%total|%total ←|largest at", rows)
 
     @property
     def _precision(self) -> str:

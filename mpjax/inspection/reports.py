@@ -16,7 +16,7 @@ import pathlib
 import re
 import string
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -25,6 +25,7 @@ WIDTH = 100
 # The CSS class of each dtype, in long and in short form.
 _DTYPES = dict.fromkeys(("float16", "bfloat16", "f16", "bf16"), "half") | dict.fromkeys(("float32", "f32"), "single")
 _DTYPES |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "f8_e4m3fn", "f8_e5m2"), "eighth")
+_NO_BARS: Mapping[int, float] = {}
 Key = TypeVar("Key")
 
 
@@ -36,9 +37,10 @@ class Section:
         title: The heading; empty for none.
         text: Lines above the table.
         columns: The names of the table's columns, separated by `|`; those that begin with `>` are aligned to the right.
+            Those that begin with `%` too; their cells are percentages, which the page draws as bars.
         rows: Its cells.
         figure: A function that draws into the axes of a Matplotlib figure, for the page.
-        shown: Number of rows printed by default. The page and JSON have all rows.
+        shown: Number of rows printed by default. The page folds the others; JSON has all rows.
     """
 
     title: str
@@ -69,15 +71,29 @@ class Section:
                 data = base64.b64encode(file.getvalue()).decode()
             parts.append(f'<img alt="figure of this section" src="data:image/png;base64,{data}">')
         if self.rows:
-            header, right = self._header()
-            rows = "".join(_html_row(row, "td", right) for row in self.rows)
-            parts.append(f'<div class="table"><table>{_html_row(header, "th", right)}{rows}</table></div>')
+            parts.append(self._table(self.rows[: self.shown]))
+            more = self.rows[self.shown :]
+            parts += (
+                [f"<details><summary>… and {len(more)} more</summary>{self._table(more)}</details>"] if more else []
+            )
         return "\n".join(parts)
+
+    def _table(self, rows: Sequence[Sequence[str]]) -> str:
+        """Some of the rows as a table of the page, which scrolls by itself."""
+        (header, right), bars = self._header(), self._bars()
+        cells = "".join(_html_row(row, "td", right, bars) for row in rows)
+        return f'<div class="table"><table>{_html_row(header, "th", right)}{cells}</table></div>'
 
     def _header(self) -> tuple[list[str], set[int]]:
         """The names of the columns, and the indices of those that are aligned to the right."""
         names = self.columns.split("|")
-        return [name.removeprefix(">") for name in names], {i for i, name in enumerate(names) if name[:1] == ">"}
+        return [name.lstrip(">%") for name in names], {i for i, name in enumerate(names) if name[:1] in (">", "%")}
+
+    def _bars(self) -> dict[int, float]:
+        """The columns that are drawn as bars, with the percentage that fills the cell."""
+        names = enumerate(self.columns.split("|"))
+        drawn = [i for i, name in names if name[:1] == "%"]
+        return {i: max(_percentage(row[i]) for row in self.rows) for i in drawn}
 
 
 def drawn(figure: Callable[[Any], None]) -> Any:
@@ -94,15 +110,31 @@ def drawn(figure: Callable[[Any], None]) -> Any:
     return whole
 
 
-def _html_row(cells: Sequence[str], tag: str, right: Collection[int]) -> str:
-    return f"<tr>{''.join(_html_cell(cell, tag, i in right) for i, cell in enumerate(cells))}</tr>\n"
+def _percentage(cell: str) -> float:
+    """The number of a cell such as `12.5%`; 0 where it holds none."""
+    number = cell.removesuffix("%")
+    return float(number) if number != cell else 0.0
 
 
-def _html_cell(cell: str, tag: str, right: bool) -> str:
-    """A cell, which has the class of its dtype if it names one or several of the same kind."""
+def _html_row(cells: Sequence[str], tag: str, right: Collection[int], bars: Mapping[int, float] = _NO_BARS) -> str:
+    return f"<tr>{''.join(_html_cell(cell, tag, i in right, bars.get(i, 0)) for i, cell in enumerate(cells))}</tr>\n"
+
+
+def _html_cell(cell: str, tag: str, right: bool, most: float = 0.0) -> str:
+    """A cell, which has the class of its dtype if it names one or several of the same kind.
+
+    Args:
+        cell: Its text.
+        tag: `td` or `th`.
+        right: Whether it is aligned to the right.
+        most: The percentage that fills the cell with a bar; 0 for a cell without a bar.
+    """
     dtypes = {_DTYPES.get(name, "") for name in re.split("[,/]", cell)}
-    classes = " ".join([*(["right"] if right else []), *(dtypes - {""} if len(dtypes) == 1 else ())])
-    return f"<{tag} class='{classes}'>{html.escape(cell)}</{tag}>" if classes else f"<{tag}>{html.escape(cell)}</{tag}>"
+    classes = [*(["right"] if right else []), *(dtypes - {""} if len(dtypes) == 1 else ())]
+    bar = f" style='--bar: {100 * _percentage(cell) / most:.0f}%'" if most else ""
+    classes += ["bar"] if bar else []
+    attributes = f" class='{' '.join(classes)}'{bar}" if classes else ""
+    return f"<{tag}{attributes}>{html.escape(cell)}</{tag}>"
 
 
 class Report(abc.ABC):
@@ -198,12 +230,12 @@ class Report(abc.ABC):
         return f'<style>{_STYLE}</style>\n<div class="mpjax"><h1>{html.escape(self.title)}</h1>\n{body}\n</div>'
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws the report's figure, if it has one; needs Matplotlib.
+        """Draws the report's first figure, if it has one; needs Matplotlib.
 
         Args:
             path: The file; its extension, such as `.png` or `.svg`, selects the format.
         """
-        for figure in (section.figure for section in self.sections() if section.figure):
+        for figure in [section.figure for section in self.sections() if section.figure][:1]:
             drawn(figure).savefig(path, dpi=130)
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from mpjax.inspection.lockstep import grouped
 from mpjax.inspection.ranges.activations import counted
 from mpjax.inspection.ranges.range_statistics import Limits, RangeNote, RangeProbe, floats
-from mpjax.inspection.reports import Section, percent
+from mpjax.inspection.reports import Report, Section, percent
 from mpjax.inspection.trials import Loss, argument_names
 from mpjax.loss_scale.replicas import all_finite
 from mpjax.loss_scale.state import find_loss_scale_state, loss_scale_of
@@ -27,7 +27,6 @@ from mpjax.program.tracing import traced_call
 
 # The columns of a record's statistics.
 COLUMNS = ("amax", "flushed", "zeros", "nonfinite")
-_SHOWN = 20  # rows of a printed record
 _MUCH = 0.5  # the share of flushed values from which a record warns
 
 
@@ -54,7 +53,7 @@ class WatchedModule:
 
 
 @dataclasses.dataclass(frozen=True)
-class WatchRecord:
+class WatchRecord(Report):
     """The statistics of one step; `print` it.
 
     Args:
@@ -71,6 +70,9 @@ class WatchRecord:
     modules: tuple[WatchedModule, ...]
     unseen: tuple[str, ...] = ()
 
+    heading = "Ranges of step {0.step}"
+    main = "modules"
+
     def scalars(self) -> dict[str, float]:
         """The statistics by tag, such as `backward/Net/Dense_0/amax`, for TensorBoard and similar tools."""
         numbers = {
@@ -80,7 +82,8 @@ class WatchRecord:
         }
         return {"loss_scale": self.loss_scale, **numbers}
 
-    def __str__(self) -> str:
+    def sections(self) -> list[Section]:
+        """The sections of the printed report."""
         lines = [f"step {self.step}, loss scale {self.loss_scale:g}" + (": overflow" if self.overflow else "")]
         bad = [row for row in self.modules if row.nonfinite]
         if bad:
@@ -103,10 +106,10 @@ class WatchRecord:
                 f"{row.zeros:.1%}",
                 str(row.nonfinite),
             )
-            for row in sorted(self.modules, key=lambda row: (-row.nonfinite, -row.flushed, -row.amax))[:_SHOWN]
+            for row in sorted(self.modules, key=lambda row: (-row.nonfinite, -row.flushed, -row.amax))
         ]
-        section = Section("", "\n".join(lines), "module|pass|>amax|>flushed|>zeros|>inf/NaN", rows)
-        return "\n".join([*section.lines(), *(f"not inspected: {place}" for place in self.unseen)])
+        lines += [f"not inspected: {place}" for place in self.unseen]
+        return [Section("", "\n".join(lines), "module|pass|>amax|>flushed|>zeros|>inf/NaN", rows)]
 
 
 @jax.tree_util.register_dataclass

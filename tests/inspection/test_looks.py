@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import mpjax
-from mpjax.inspection.reports import WIDTH
+from mpjax.inspection.reports import WIDTH, Report, Section, table
+from mpjax.inspection.tools import CLASSES
 
 LONG = "encoder_with_a_name_that_goes_on/stage_of_the_hierarchy_number_two/block_of_residual_layers/projection_matrix"
 
@@ -33,10 +34,12 @@ def reports():
         "profile": mpjax.profile(jax.jit(gradient), w, x, steps=1),
     }
     found["layerwise"] = mpjax.layerwise_error(loss, w, x)
+    watched, grads = mpjax.watch(loss), gradient(w, x)
+    found["watch"] = watched.update(watched.init(w, x), w, x, grads=grads).records()[0]
     return found
 
 
-NAMES = ["audit", "numerics", "nonfinite", "profile", "layerwise"]
+NAMES = ["audit", "numerics", "nonfinite", "profile", "layerwise", "watch"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,6 +63,7 @@ def test_the_finding_comes_before_every_table(reports, name):
         "nonfinite": "made by",
         "profile": "a step on",
         "layerwise": "error",
+        "watch": "step 0",
     }
     text = reports[name].text()
     table = text.find("──")
@@ -106,3 +110,17 @@ def test_figures_have_legends_and_axes(reports, tmp_path):
     drawing = (tmp_path / "ranges.svg").read_text()
     for text in ("gradients of activations", "float16 holds these", "share of the nonzero ones"):
         assert f"<!-- {text} -->" in drawing
+
+
+def test_percentages_are_drawn_as_bars_and_long_tables_are_folded():
+    section = Section("", "", "module|%share", [("a", "60.0%"), ("b", "30.0%"), ("c", "0")], shown=2)
+    text = section.html()
+    assert re.findall(r"--bar: (\d+)%", text) == ["100", "50", "0"]
+    assert text.index("<td>b</td>") < text.index("<summary>… and 1 more") < text.index("<td>c</td>")
+    assert section.lines()[2:] == table(("module", "share"), section.rows[:2], {1})[2:] + section.lines()[-1:]
+
+
+def test_every_class_of_reports_draws_itself_in_a_notebook():
+    named = [name for name in CLASSES if re.search("Report|Record|Explanation|NonFinite", name)]
+    assert len(named) >= 9
+    assert all(issubclass(getattr(mpjax.inspection, name), Report) for name in named)

@@ -180,7 +180,7 @@ class PrecisionReport(Report):
     def sections(self) -> list[Section]:
         """The sections of the printed report."""
         memory = Section(
-            "Memory and casts", self._memory(), "kept by|line|op|dtype|>bytes|>share", self._kept(), shown=_FEW
+            "Memory and casts", self._memory(), "kept by|line|op|dtype|>bytes|%share", self._kept(), shown=_FEW
         )
         notes = [Section("Notes", "\n".join(self.notes))] if self.notes else []
         sent = [] if self.communication is None else [communication_section(self.communication)]
@@ -242,7 +242,7 @@ class PrecisionReport(Report):
         if self.devices > 1:
             each = amount(total / self.devices, "FLOP")
             lines.append(f"{amount(total, 'FLOP')} in total on {self.devices} devices ({each} per device)")
-        return Section("", "\n".join(lines), f"operands|>{'|>'.join(_PHASES)}|>share", rows)
+        return Section("", "\n".join(lines), f"operands|>{'|>'.join(_PHASES)}|%share", rows)
 
     def _to_do(self) -> list[str]:
         """The most important results: the matmuls not in half and the most severe risks."""
@@ -287,7 +287,7 @@ class PrecisionReport(Report):
             for first, where, alike in _alike(self.findings, lambda f: (f.kind, f.op, f.why))
         ]
         text = _legend(TPU_MEANINGS if self.tpu else MATMUL_MEANINGS, self.findings)
-        return Section(title, text, "kind|where|op|>FLOPs|why", rows)
+        return Section(title, text, "kind|where|op|%FLOPs|why", rows)
 
     def _risks(self) -> Section:
         if not self.risks:

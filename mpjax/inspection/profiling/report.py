@@ -185,7 +185,7 @@ class ProfileReport(Report):
             text.append(f"{amount(self.flops, 'FLOP')} a step, {amount(self.flops_per_second, 'FLOP/s')}{used}")
         if self.tensor_core_share is not None:
             text.append(f"Tensor Cores: {self.tensor_core_share:.1%} of the kernels' time")
-        return Section("Time of a step", "\n".join([*text, *self.notes]), "|>time|>share", rows)
+        return Section("Time of a step", "\n".join([*text, *self.notes]), "|>time|%share", rows)
 
     def _by_module(self) -> Section:
         what = "module" if any(kernel.module for kernel in self.kernels) else "line"
@@ -196,10 +196,10 @@ class ProfileReport(Report):
             (name or "-", duration(forward), duration(backward), f"{(forward + backward) / self.kernel_seconds:.1%}")
             for name, (forward, backward) in sorted(merged.items(), key=lambda item: -sum(item[1]))
         ]
-        return Section(f"Device time by {what}", "", f"{what}|>forward|>backward|>share", rows)
+        return Section(f"Device time by {what}", "", f"{what}|>forward|>backward|%share", rows)
 
     def _by_kernel(self) -> Section:
-        columns = "module|kind|kernel|>calls|>time|>share"
+        columns = "module|kind|kernel|>calls|>time|%share"
         marks = {True: "yes", False: "no: ", None: "?"}
         rows: list[tuple[str, ...]] = [
             (
