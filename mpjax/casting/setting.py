@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from mpjax.casting.rules import Rules
 from mpjax.casting.scaled import ScaledSetting
@@ -18,6 +20,7 @@ from mpjax.program.graph import NOBODY, Owners
 from mpjax.program.source import join, module_of
 
 FLOAT32 = np.dtype(np.float32)
+_CARRY = "mpjax carry"
 
 
 class Region(enum.StrEnum):
@@ -129,6 +132,7 @@ class Trial:
     Args:
         changes: Options of `Rules`, in place of those that the code gives.
         checkpoint: Whether each iteration of a `scan` is a `jax.checkpoint`.
+        offload: Whether such a checkpoint keeps its carry in the host's memory.
         autocasts: The number of autocasts that it changed.
         scans: The number of scans that are checkpoints.
         scores, logits: The numbers of elements of the arrays that fused attentions and losses don't store.
@@ -136,6 +140,7 @@ class Trial:
 
     changes: Mapping[str, Any]
     checkpoint: bool = False
+    offload: bool = False
     autocasts: int = 0
     scans: int = 0
     scores: set[int] = dataclasses.field(default_factory=set)
@@ -145,6 +150,23 @@ class Trial:
         """The rules with the changes."""
         self.autocasts += 1
         return dataclasses.replace(rules, **self.changes)
+
+    def checkpointed(self, iteration: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """An iteration of a `scan` as a `jax.checkpoint`."""
+        self.scans += 1
+        if not self.offload:
+            return jax.checkpoint(iteration, prevent_cse=False)
+
+        def named(carry: Any, xs: Any) -> Any:
+            return iteration([checkpoint_name(x, _CARRY) if x.ndim else x for x in carry], xs)
+
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[_CARRY],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+        return jax.checkpoint(named, prevent_cse=False, policy=policy)
 
 
 def tracked(v: Any) -> bool:

@@ -134,6 +134,7 @@ TOOLS = (
             Option("--mesh", "the axes of a mesh of such devices, such as data=8", type=sizes, metavar="AXIS=N,..."),
             Option("--policy", "the policy to try on a program without mpjax", default="mixed_bfloat16"),
             Option("--batch-axis", "seek the largest batch; the axis of the batch in the inputs", type=int),
+            Option("--batch-args", "the positions of the arguments that carry it", nargs="+", type=int),
             Option("--quiet", "do not print each compilation", action="store_true"),
         ),
         ("PlanReport",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import re
 import sys
 import warnings
@@ -13,6 +12,7 @@ import jax
 
 from mpjax.casting import Rules
 from mpjax.casting.rules import Attention, CrossEntropy, ResidualStream
+from mpjax.inspection.reports import amount
 from mpjax.inspection.trials import relative_error
 from mpjax.planning import kernel_time
 from mpjax.planning.memory import Memory, memory_of
@@ -23,17 +23,19 @@ from mpjax.planning.step import (
     CAST,
     CHECKPOINT,
     DONATE,
-    INPUTS,
     LOW_BIT,
+    MASTER,
+    OFFLOAD,
     WHOLE,
+    BatchArgs,
     Change,
     Compiled,
     Place,
     Step,
-    Traced,
 )
 from mpjax.planning.target import Target
-from mpjax.policy import get_policy
+from mpjax.planning.wrapped import low_bits, masters
+from mpjax.policy import HALF_DTYPES, get_policy
 from mpjax.program import contexts
 from mpjax.program.tracing import functional, is_array
 
@@ -51,6 +53,7 @@ def plan(
     mesh: Mapping[str, int] | None = None,
     policy: Any = _DEFAULT_POLICY,
     batch_axis: int | None = None,
+    batch_args: int | str | Sequence[int | str] | None = None,
     quiet: bool = True,
     kwargs: Mapping[str, Any] | None = None,
 ) -> PlanReport:
@@ -60,8 +63,8 @@ def plan(
 
         peak = arguments + results + temporaries − donated arguments      XLA's plan, on each device
         changes of Rules: attention, cross_entropy, residuals, residual_stream
-        edits of the code: autocast (for a program without mpjax), jax.checkpoint of a scan's body, donation,
-                           low_bit_state
+        edits of the code: autocast (for a program without mpjax), jax.checkpoint of a scan's body (or one that keeps
+                           its carry in host memory), donation, master_weights, low_bit_state
 
     Args:
         fun: A training step, a gradient, a loss or any other function, jitted or not, with mpjax or without. A step
@@ -77,6 +80,8 @@ def plan(
         policy: For a program without mpjax, the policy of the autocast that it is tried with.
         batch_axis: The axis of the batch in the step's inputs. If given, the largest batch that fits is sought too,
             as the step is and with each change.
+        batch_args: The arguments that carry the batch, by position or keyword. None: all of the step's inputs, which
+            must then agree on the size of that axis.
         quiet: Whether not to print each compilation to the standard error.
         kwargs: Keyword arguments of the call.
 
@@ -105,7 +110,7 @@ def plan(
     budget = bytes_of(memory) if memory is not None else where.memory
     step = Step(fun, args, kwargs, where, policy)
     if batch_axis is not None:
-        batch_of(step.traced(), batch_axis)
+        batch_of(step, batch_axis, batch_args)
         if budget is None:
             raise ValueError("plan(batch_axis=...): the device's memory is not known; give memory=.")
     planner = _Planner(step, quiet)
@@ -113,7 +118,7 @@ def plan(
     batches: dict[Combination, int] = {}
     batch = None
     if budget is not None and batch_axis is not None:
-        batches, batch = planner.batches(budget, batch_axis, found)
+        batches, batch = planner.batches(budget, batch_axis, batch_args, found)
     errors = planner.errors(given, kwargs, found) if not planner.given.carried else {}
     rows = planner.rows(found, errors, batches)
     return planner.report(budget, found, rows, batch)
@@ -136,17 +141,23 @@ def bytes_of(memory: str | int) -> int:
     return int(float(parts[1]) * unit)
 
 
-def batch_of(step: Traced, axis: int) -> int:
-    """The size of the batch: the commonest size of an axis among the inputs of a step.
+def batch_of(step: Step, axis: int, args: BatchArgs) -> int:
+    """The size of the batch: that of an axis of the inputs that carry it.
 
     Raises:
-        ValueError: No input has such an axis.
+        ValueError: No such input has the axis, or their sizes differ.
     """
-    arrays = zip(step.kinds, step.program.arrays, strict=True)
-    sizes = [x.shape[axis] for kind, x in arrays if kind == INPUTS and x.ndim > axis >= 0]
+    sizes = {name: x.shape[axis] for name, x in step.batched(axis, args)}
     if not sizes:
-        raise ValueError(f"plan(batch_axis={axis}): no input of the step has such an axis.")
-    return collections.Counter(sizes).most_common(1)[0][0]
+        which = "no input of the step has" if args is None else f"no array of batch_args={args!r} has"
+        raise ValueError(f"plan(batch_axis={axis}): {which} such an axis.")
+    if len({*sizes.values()}) > 1:
+        listed = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"plan(batch_axis={axis}): the inputs differ in the size of that axis: {listed}. Name the arguments that "
+            "carry the batch: batch_args=, by position or keyword."
+        )
+    return next(iter(sizes.values()))
 
 
 class _Planner:
@@ -179,17 +190,25 @@ class _Planner:
                     yield Change(axis, value, price=_RESIDUALS[value] if axis == "residuals" else 0.01)
             if self.step.traced((*self.start, CHECKPOINT)).trial.scans:
                 yield CHECKPOINT
+                yield OFFLOAD
         if start.carried and not start.donated:
             yield DONATE
-        if start.low_bits:
+        if masters(start) and self.step.policy.compute_dtype in HALF_DTYPES:
+            yield MASTER
+        if low_bits(start):
             yield LOW_BIT
 
     def _compiles(self, change: Change) -> bool:
         """Whether XLA compiles the step with a change. Why it does not is noted."""
         try:
             self.measure((change,))
+        except NotImplementedError as error:
+            self.failed[change.name] = f"is not available: {error}"
+            return False
         except Exception as error:  # such as a kernel that refuses a shape
-            self.failed[change.name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+            self.failed[change.name] = (
+                f"does not compile: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+            )
             return False
         return True
 
@@ -237,19 +256,19 @@ class _Planner:
         start = [self.start] if self.start else []
         return [*start, *((*self.start, change) for change in self.options)]
 
-    def batches(self, budget: int, axis: int, chosen: Combination) -> tuple[dict[Combination, int], int]:
+    def batches(
+        self, budget: int, axis: int, args: BatchArgs, chosen: Combination
+    ) -> tuple[dict[Combination, int], int]:
         """The largest batch that fits with each change, and that of the step."""
-        batch = batch_of(self.given, axis)
-        unit = max(
-            [1, *(_shards(x, axis) for x in self.given.program.arrays if x.ndim > axis and x.shape[axis] == batch)]
-        )
+        batch = batch_of(self.step, axis, args)
+        unit = max(_shards(x, axis) for _, x in self.step.batched(axis, args))
 
         def peak_with(changes: Combination) -> Callable[[int], int]:
             def peak(size: int) -> int:
                 if not self.quiet:
                     name = ", ".join(change.name for change in changes) or "as it is"
                     print(f"plan: compiling a batch of {size}: {name}", file=sys.stderr, flush=True)
-                return self.step.with_batch(axis, batch, size).compile(changes).peak
+                return self.step.with_batch(axis, args, size).compile(changes).peak
 
             return peak
 
@@ -316,7 +335,7 @@ class _Planner:
                 text = f", rules=mpjax.Rules({rules_text(rules)})" if rules is not None else ""
                 whole = change is CAST and self._compiled(chosen).traced.whole and not self.given.is_loss
                 yield (WHOLE if whole else change.edit).format(
-                    policy=self._policy_name(), rules=text, argnums=self._argnums()
+                    policy=self._policy_name(), rules=text, argnums=self._argnums(), half=self.step.policy.compute_dtype
                 )
 
     def _policy_name(self) -> str:
@@ -330,7 +349,10 @@ class _Planner:
 
     def _notes(self, budget: int | None) -> Iterator[str]:
         for name, why in self.failed.items():
-            yield f"{name} does not compile: {why}"
+            yield f"{name} {why}"
+        kept = max((found.host for found in self._known.values()), default=0)
+        if kept:
+            yield f"offload keeps up to {amount(kept, 'B')} in host memory; the time of its copies is not modelled"
         if self.given.is_loss:
             yield "the gradient of the loss, with respect to its first argument, was planned: no optimizer is in it"
         if budget is None:

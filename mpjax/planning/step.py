@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.extend
 import numpy as np
-import optax
 
 from mpjax.casting import autocast
 from mpjax.casting.setting import Trial
@@ -21,10 +20,10 @@ from mpjax.inspection.auditing.audit import gradient_of
 from mpjax.inspection.auditing.matmuls import Matmul, matmuls_of
 from mpjax.inspection.trials import argument_names
 from mpjax.launcher.patches import autocast_gradients
-from mpjax.optimizer_state import low_bit_state
 from mpjax.planning import kernel_time
 from mpjax.planning.target import TARGETS, Target, traced_for
-from mpjax.planning.traffic import LAUNCH, bytes_moved, program_bytes, summary
+from mpjax.planning.traffic import HOST, LAUNCH, bytes_moved, program_bytes, summary
+from mpjax.planning.wrapped import INPUTS, PARAMETERS, STATE, with_low_bit_state, with_master_weights
 from mpjax.program import compat, contexts
 from mpjax.program.graph import walk
 from mpjax.program.inlining import flow_of
@@ -34,8 +33,8 @@ from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD
 from mpjax.program.tracing import TracedCall, is_array, trace, traced_call
 
-PARAMETERS, STATE, INPUTS = "parameters", "optimizer state", "inputs"
-_LOW_BIT = 4096  # `low_bit_state` stores arrays of as many elements
+# The arguments that carry the batch, by position or keyword; None for every input.
+BatchArgs = int | str | Sequence[int | str] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Change:
 
     Args:
         axis: What it changes; a step has one change of an axis at most.
-        value: To what.
+        value: To what; of an edit, its name if the axis has several.
         edit: What it takes in the code, in a sentence; empty for an option of `Rules`.
         price: What it counts in the choice, in shares of the step's time.
     """
@@ -57,13 +56,28 @@ class Change:
     @property
     def name(self) -> str:
         """The change as it is written."""
-        return self.axis if self.edit else f'{self.axis}="{self.value}"'
+        return self.value or self.axis if self.edit else f'{self.axis}="{self.value}"'
 
 
 CAST = Change("autocast", edit="differentiate mpjax.autocast(loss_fn, {policy!r}{rules})", price=0.0)
 WHOLE = "run mpjax.autocast(step, {policy!r}{rules}): its calls of JAX's gradients are out of reach"
 CHECKPOINT = Change("checkpoint", edit="make the body of the scan over layers a jax.checkpoint", price=0.03)
+OFFLOAD = Change(
+    "checkpoint",
+    "offload",
+    edit="make the body of the scan over layers a jax.checkpoint that keeps its carry in host memory: name the carry "
+    "at its start, x = jax.ad_checkpoint.checkpoint_name(x, 'x'), and give the checkpoint "
+    "policy=jax.checkpoint_policies.save_and_offload_only_these_names(names_which_can_be_saved=[], "
+    "names_which_can_be_offloaded=['x'], offload_src='device', offload_dst='pinned_host')",
+    price=0.2,
+)
 DONATE = Change("donate", edit="compile the step with donate_argnums=({argnums})", price=0.005)
+MASTER = Change(
+    "master_weights",
+    edit="store the parameters in {half}, mpjax.get_policy('p={half}').cast_to_param(params), wrap the optimizer, "
+    "mpjax.master_weights(tx, 'p={half}'), and differentiate at a float32 copy of the parameters",
+    price=0.03,
+)
 LOW_BIT = Change("low_bit_state", edit="wrap the optimizer: mpjax.low_bit_state(tx)", price=0.1)
 
 
@@ -163,13 +177,6 @@ class Traced:
     is_loss: bool
     whole: bool = False
 
-    @property
-    def low_bits(self) -> list[int]:
-        """The arguments that `low_bit_state` stores in fewer bits."""
-        kinds = zip(self.kinds, self.program.arrays, strict=True)
-        large = [i for i, (kind, x) in enumerate(kinds) if kind == STATE and x.dtype == np.float32 and x.ndim]
-        return [i for i in large if self.program.arrays[i].size >= _LOW_BIT]
-
 
 @dataclasses.dataclass
 class Compiled:
@@ -180,6 +187,7 @@ class Compiled:
         least: The least time of its kernels at the device's peak rates, in seconds; None if these are not known.
         modelled: The time of its kernels by `kernel_time`; None without a model.
         moved: The bytes that its kernels read and write.
+        host: The bytes that it keeps in the host's memory.
         text: Its optimised HLO.
         traced: What was compiled.
         program: A hash of the program that XLA was given.
@@ -189,6 +197,7 @@ class Compiled:
     least: float | None
     modelled: float | None
     moved: int
+    host: int
     text: str
     traced: Traced
     program: str
@@ -225,12 +234,13 @@ class Step:
     def _under(self, changes: Sequence[Change]) -> Traced:
         axes = {change.axis: change for change in changes}
         rules = {change.axis: change.value for change in changes if not change.edit}
-        trial = Trial(rules, checkpoint=CHECKPOINT in changes)
+        trial = Trial(rules, checkpoint=CHECKPOINT.axis in axes, offload=OFFLOAD in changes)
         with contexts.trial(trial), self.place.context(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The user's own run warns.
             found = self._traced(trial, CAST in changes)
             if DONATE.axis in axes:
                 found.donated = tuple(found.carried)
+            found = with_master_weights(found, self.policy.compute_dtype) if MASTER in changes else found
             return with_low_bit_state(found) if LOW_BIT in changes else found
 
     def _traced(self, trial: Trial, cast: bool) -> Traced:
@@ -266,7 +276,13 @@ class Step:
         return tuple(i for i, info in enumerate(infos) if same and info.donated)
 
     def compile(self, changes: Sequence[Change] = ()) -> Compiled:
-        """Compiles the step under changes; a program that was compiled before is not compiled again."""
+        """Compiles the step under changes; a program that was compiled before is not compiled again.
+
+        Raises:
+            NotImplementedError: XLA makes no copies to host memory for this device, and the changes ask for them.
+        """
+        if OFFLOAD in changes and self.place.platform == "cpu":
+            raise NotImplementedError("the memory of a CPU is the host's")
         traced = self.traced(changes)
         if changes:
             self._known.pop(frozenset(changes))  # A jaxpr of each combination would be too many.
@@ -281,9 +297,12 @@ class Step:
                 warnings.simplefilter("ignore")
                 found = lowered.compile()
             text = found.as_text() or ""
+            if OFFLOAD in changes and HOST not in text:
+                raise NotImplementedError(f"XLA makes no copies to host memory for {self.place.name}")
             moved, least = self._least(text)
             seconds = self._modelled(text, found)
-            self.compiled[name] = Compiled(program_bytes(found), least, seconds, moved, text, traced, name)
+            host = getattr(found.memory_analysis(), "host_temp_size_in_bytes", 0)
+            self.compiled[name] = Compiled(program_bytes(found), least, seconds, moved, host, text, traced, name)
         return dataclasses.replace(self.compiled[name], traced=traced)
 
     def _least(self, text: str) -> tuple[int, float | None]:
@@ -301,23 +320,40 @@ class Step:
         rows = kernel_time.timed(text, executable.serialize(), target)
         return kernel_time.seconds_of(rows) if rows else None
 
-    def with_batch(self, axis: int, before: int, after: int) -> Step:
-        """The step with another batch: another size of that axis, where the arrays of its inputs have the size."""
-        whole = self.args, self.kwargs
-        count = sum(map(is_array, jax.tree.leaves(whole, is_leaf=is_stateful)))
+    def batched(self, axis: int, args: BatchArgs) -> list[tuple[str, Any]]:
+        """The name and the shape of each array that carries the batch.
+
+        Args:
+            axis: The batch's axis.
+            args: The arguments that carry it, by position or keyword; None for every input of the step.
+        """
+        return [(name, x) for name, x, carries in self._leaves(axis, args) if carries]
+
+    def with_batch(self, axis: int, args: BatchArgs, size: int) -> Step:
+        """The step with another batch: another size of that axis of the arrays that carry it."""
+        leaves = [
+            jax.ShapeDtypeStruct((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype, sharding=x.sharding)
+            if carries
+            else x
+            for _, x, carries in self._leaves(axis, args)
+        ]
+        tree = jax.tree.structure((self.args, self.kwargs), is_leaf=is_stateful)
+        given, kwargs = jax.tree.unflatten(tree, leaves)
+        return Step(self.fun, given, kwargs, self.place, self.policy)
+
+    def _leaves(self, axis: int, args: BatchArgs) -> Iterator[tuple[str, Any, bool]]:
+        """The name and the value of each leaf of the call, and whether it carries the batch."""
+        leaves = jax.tree_util.tree_leaves_with_path((self.args, self.kwargs), is_leaf=is_stateful)
         kinds = self.traced().kinds
+        count = sum(is_array(x) for _, x in leaves)
         inputs = iter(kind == INPUTS for kind in kinds[len(kinds) - count :])  # the state of NNX objects comes first
-
-        def resized(x: Any) -> Any:
-            if not is_array(x):
-                return x
-            if not next(inputs) or x.ndim <= axis or x.shape[axis] != before:
-                return x
-            shape = (*x.shape[:axis], after, *x.shape[axis + 1 :])
-            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=getattr(x, "sharding", None))
-
-        args, kwargs = jax.tree.map(resized, whole, is_leaf=is_stateful)
-        return Step(self.fun, args, kwargs, self.place, self.policy)
+        named = None if args is None else {*([args] if isinstance(args, (int, str)) else args)}
+        for (kind, *path), x in leaves:
+            place = getattr(path[0], "idx", getattr(path[0], "key", None))
+            is_input = is_array(x) and next(inputs)
+            carries = is_array(x) and (is_input if named is None else place in named) and x.ndim > axis >= 0
+            name = ("args" if kind.idx == 0 else "kwargs") + jax.tree_util.keystr(tuple(path))
+            yield name, x, carries
 
     def matmuls(self, traced: Traced) -> tuple[Matmul, ...]:
         """The matmuls of a traced step."""
@@ -402,28 +438,3 @@ def kinds_of(program: TracedCall, names: Sequence[str], carried: Mapping[int, in
         return PARAMETERS if names[i].startswith("[0][0]") and is_float else INPUTS
 
     return [kind(i) for i in range(len(program.arrays))]
-
-
-def with_low_bit_state(traced: Traced) -> Traced:
-    """The step with an optimizer wrapped in `low_bit_state`: it is the inner transformation of one, as a whole."""
-    program, low = traced.program, traced.low_bits
-    others = [i for i in range(len(program.arrays)) if i not in low]
-    call: Any = jax.extend.core.jaxpr_as_fun(program.jaxpr)
-
-    def update(given: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        filled = dict(zip(low, state, strict=True)) | dict(zip(others, given, strict=True))
-        outs = call(*(filled[i] for i in range(len(filled))))
-        states = {traced.carried[i] for i in low}
-        return [x for i, x in enumerate(outs) if i not in states], [outs[traced.carried[i]] for i in low]
-
-    tx = low_bit_state(optax.GradientTransformation(lambda state: state, update))
-    stored = jax.eval_shape(tx.init, [program.arrays[i] for i in low])
-    stored_program = trace(
-        lambda given, state: tx.update(given, state), ([program.arrays[i] for i in others], stored), {}, None
-    )
-    added = len(jax.tree.leaves(stored))
-    kinds = [*(traced.kinds[i] for i in others), *[STATE] * added]
-    kept = [n for n, i in enumerate(others) if i in traced.donated]
-    new = range(len(others), len(others) + added) if set(low) <= {*traced.donated} else ()
-    stored_program.names = [*(program.names[i] for i in others), *[""] * added]
-    return dataclasses.replace(traced, program=stored_program, kinds=kinds, carried={}, donated=(*kept, *new))

@@ -29,8 +29,10 @@ _NO_KERNEL = frozenset("parameter constant bitcast tuple get-tuple-element after
 _SLICES = frozenset("slice dynamic-slice gather".split())
 # The operand that is written into the first operand, whose buffer is the result's.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-# A layout with tiles and memory space 1 is in a TPU's vector memory, which costs no bandwidth.
-ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](?:\{[^{}]*?T\([^{}]*?(S\(1\))[^{}]*\})?")
+# A layout in memory space 5 is in the host's memory, which costs the device none.
+HOST = "S(5)"
+# One with tiles and memory space 1 is in a TPU's vector memory, which costs no bandwidth.
+ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](?:\{[^{}]*?(T\([^{}]*?S\(1\)|S\(5\))[^{}]*\})?")
 # The positions of the source and of the copy among the arrays of its result; of an update, the array's and the slice's.
 _COPIES = {
     "copy-start": (1, 0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 import mpjax
 from mpjax.planning.traffic import program_bytes
@@ -28,21 +29,36 @@ def checkpointed(params, x):
     return jnp.mean(x**2)
 
 
-def step_of(loss, tx=None):
+def offloaded(params, x):
+    def body(x, w):
+        x = checkpoint_name(x, "x")
+        return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["x"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    x, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False, policy=policy), x, params)
+    return jnp.mean(x**2)
+
+
+def step_of(loss, tx=None, value_and_grad=None):
     """A training step of a loss, not jitted."""
     tx = tx or optax.adam(1e-3)
 
     def train_step(params, opt_state, x):
-        value, grads = jax.value_and_grad(loss)(params, x)
+        value, grads = (value_and_grad or jax.value_and_grad)(loss)(params, x)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
     return train_step
 
 
-def shapes(tx=None, rows=ROWS, width=WIDTH):
+def shapes(tx=None, rows=ROWS, width=WIDTH, dtype=jnp.float32):
     """The arguments of such a step, as shapes."""
-    matrix = jax.ShapeDtypeStruct((LAYERS, width, width), jnp.float32)
+    matrix = jax.ShapeDtypeStruct((LAYERS, width, width), dtype)
     params = {"up": matrix, "down": matrix}
     opt_state = jax.eval_shape((tx or optax.adam(1e-3)).init, params)
     return params, opt_state, jax.ShapeDtypeStruct((rows, width), jnp.float32)

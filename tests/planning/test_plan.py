@@ -23,10 +23,11 @@ import mpjax
 from mpjax.casting.rules import Residuals
 from mpjax.inspection.cli import main
 from mpjax.planning.liveness import BACKWARD, FORWARD, Buffer
-from mpjax.planning.memory import kind_of
+from mpjax.planning.memory import kind_of, memory_of
 from mpjax.planning.plan import bytes_of
-from mpjax.planning.step import CAST, CHECKPOINT, DONATE, LOW_BIT, Place, Step
+from mpjax.planning.step import CAST, CHECKPOINT, DONATE, LOW_BIT, MASTER, OFFLOAD, Place, Step
 from mpjax.planning.target import TARGETS
+from mpjax.planning.traffic import program_bytes
 from tests.planning.programs import (
     LAYERS,
     ROWS,
@@ -38,6 +39,7 @@ from tests.planning.programs import (
     compiled_bytes,
     half,
     loss_fn,
+    offloaded,
     shapes,
     step_of,
 )
@@ -107,19 +109,86 @@ def test_planning_leaves_jax_as_it_was():
 
 
 LEAN = mpjax.low_bit_state(ADAM)
+MASTERS = mpjax.master_weights(ADAM, "p=bfloat16")
+LEAN_MASTERS = mpjax.master_weights(LEAN, "p=bfloat16")
+
+
+def at_float32(loss):
+    """The value and the gradient of a loss at a float32 copy of half parameters."""
+    return lambda params, x: jax.value_and_grad(loss)(jax.tree.map(lambda p: p.astype(jnp.float32), params), x)
+
+
+def with_masters(tx):
+    with jax.numpy_dtype_promotion("standard"):  # of `optax.apply_updates`
+        return compiled_bytes(step_of(half(loss_fn), tx, at_float32), *shapes(tx, dtype=jnp.bfloat16))
+
+
 BY_HAND = {
-    "checkpoint": (CHECKPOINT, lambda: compiled_bytes(step_of(half(checkpointed)), *shapes())),
-    "low_bit_state": (LOW_BIT, lambda: compiled_bytes(step_of(half(loss_fn), LEAN), *shapes(LEAN))),
-    "donate": (DONATE, lambda: compiled_bytes(step_of(half(loss_fn)), *shapes())),
+    "master_weights": ((MASTER,), lambda: with_masters(MASTERS)),
+    "master_weights and low_bit_state": ((MASTER, LOW_BIT), lambda: with_masters(LEAN_MASTERS)),
+    "checkpoint": ((CHECKPOINT,), lambda: compiled_bytes(step_of(half(checkpointed)), *shapes())),
+    "low_bit_state": ((LOW_BIT,), lambda: compiled_bytes(step_of(half(loss_fn), LEAN), *shapes(LEAN))),
+    "donate": ((DONATE,), lambda: compiled_bytes(step_of(half(loss_fn)), *shapes())),
 }
 
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_an_edit_made_by_hand_has_the_planned_peak(name):
-    change, by_hand = BY_HAND[name]
+    changes, by_hand = BY_HAND[name]
     jitted = jax.jit if name == "donate" else donating
     step = Step(jitted(step_of(half(loss_fn))), shapes(), {}, Place.of(None, None), mpjax.get_policy("mixed_bfloat16"))
-    assert step.compile((change,)).peak == pytest.approx(by_hand(), rel=0.03)
+    assert step.compile(changes).peak == pytest.approx(by_hand(), rel=0.03)
+
+
+def test_the_step_with_master_weights_computes_what_is_made_by_hand():
+    changed = Step(step_of(loss_fn), shapes(), {}, Place.of(None, None), mpjax.get_policy("mixed_bfloat16"))
+    program = changed.traced((MASTER,)).program
+    params, x = arrays()
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    state = MASTERS.init(params)
+    masters = jax.tree.leaves(state.master)
+    leaves = [*jax.tree.leaves((params, ADAM.init(state.master), x)), *masters]
+    found = jax.jit(jax.extend.core.jaxpr_as_fun(program.jaxpr))(*leaves)
+    with jax.numpy_dtype_promotion("standard"):
+        new, new_state, value = jax.jit(step_of(loss_fn, MASTERS, mpjax.value_and_grad))(params, state, x)
+    assert [x.dtype for x in found[:2]] == [jnp.bfloat16] * 2
+    expected = [*jax.tree.leaves(new), value, *jax.tree.leaves(new_state.master)]
+    for a, b in zip([*found[:2], *found[-3:]], expected, strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=1e-2, atol=1e-6)
+
+
+def test_master_weights_are_a_kind_and_an_edit():
+    report = mpjax.plan(donating(step_of(half(loss_fn))), *shapes(), memory="1KB")
+    changed = row(report, "master_weights")
+    assert not changed.same
+    assert report.chosen.count("master_weights") == sum("mpjax.master_weights(tx" in edit for edit in report.edits)
+
+
+def test_offload_is_not_available_on_a_cpu():
+    report = mpjax.plan(half(loss_fn), *arrays(), memory="1KB")
+    assert "offload is not available: the memory of a CPU is the host's" in report.notes
+    assert "offload" not in {each.name for each in report.options}
+
+
+def test_offload_copies_the_carry_to_the_host():
+    devices = TARGETS["h200"].devices()
+    if devices is None:
+        pytest.skip("JAX's CUDA plugin is not installed")
+    params, _, x = shapes(rows=1 << 16)
+    place = Place.of("h200", None)
+    step = Step(half(loss_fn), (params, x), {}, place, mpjax.get_policy("mixed_bfloat16"))
+    found, kept = step.compile((OFFLOAD,)), step.compile((CHECKPOINT,))
+    assert "S(5)" in found.text
+    assert "S(5)" not in kept.text
+    carries = LAYERS * (1 << 16) * WIDTH * 2
+    assert found.host == carries
+    assert kept.peak - found.peak > 0.5 * carries
+    memory = memory_of(found, (), ())
+    assert sum(memory.kinds.values()) == memory.peak
+    assert all(size >= 0 for size in memory.kinds.values())
+    given = jax.tree.map(place.placed, (params, x))
+    by_hand = jax.jit(jax.grad(half(offloaded))).trace(*given).lower(lowering_platforms=("cuda",)).compile()
+    assert found.peak == pytest.approx(program_bytes(by_hand), rel=0.03)
 
 
 def test_chosen_rules_have_the_planned_peak():
@@ -248,6 +317,23 @@ def test_largest_batch():
         assert compiled_bytes(by_hand, *shapes(rows=found)) <= 3e6 < compiled_bytes(by_hand, *shapes(rows=found + 8))
     assert row(report, "checkpoint").batch > row(report, "as it is").batch
     assert "largest batch" in str(report)
+
+
+def masked_loss(params, x, classes):
+    return loss_fn(params, x) + jnp.sum(classes)
+
+
+CLASSES = jax.ShapeDtypeStruct((10,), jnp.float32)
+
+
+def test_inputs_of_other_sizes_need_the_arguments_that_carry_the_batch():
+    params, _, x = shapes()
+    with pytest.raises(ValueError, match=r"args\[1\] has 512, args\[2\] has 10.*batch_args="):
+        mpjax.plan(half(masked_loss), params, x, CLASSES, memory="3MB", batch_axis=0)
+    report = mpjax.plan(half(masked_loss), params, x, CLASSES, memory="3MB", batch_axis=0, batch_args=1)
+    assert report.batch == ROWS
+    with pytest.raises(ValueError, match=r"no array of batch_args=7 has"):
+        mpjax.plan(half(masked_loss), params, x, CLASSES, memory="3MB", batch_axis=0, batch_args=7)
 
 
 @pytest.mark.parametrize("sharded", ["data", "weights"])

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from mpjax.casting.classify import Listing
 from mpjax.casting.higher_order.sub_jaxpr import (
     Convention,
@@ -229,8 +227,7 @@ def _issue(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
     if condition is None or loop.condition is None:
         trial = contexts.trial.value
         if trial is not None and trial.checkpoint:
-            trial.scans += 1
-            iteration = jax.checkpoint(iteration, prevent_cse=False)
+            iteration = trial.checkpointed(iteration)
         carry, ys = evaluator.scan(eqn, iteration, carry, flatten_operands(loop.convention, operands))
         return values_of([*carry, *ys], step.outs, half)
     of_condition = loop.condition
