@@ -1,8 +1,8 @@
 """Differences from a number that a value has where its argument is 0: `exp(h) - 1`, `1 - cos(h)`, `2 * sigmoid(h) - 1`.
 
 Small arguments are common (a network's layers begin so), and then the difference cancels: rounded before it, nothing
-of the value is left. `1 - sigmoid(h)`, a gate, is 0.5 there and does not. `1 - tanh(h)²` cancels where `h` is large:
-a difference from a number that its value, or that times -1, has at both ends.
+of the value is left. `1 - sigmoid(h)`, a gate, is 0.5 there and does not. `1 - tanh(h)²` cancels where `h` is large, of
+either sign. `1 + tanh(h)`, of a GELU, is multiplied with `h`, and small beside what it is where `h` is positive.
 """
 
 from __future__ import annotations
@@ -28,18 +28,14 @@ def cancels(jaxpr: Any, eqn: Any) -> bool:
     for v, other in (eqn.invars, eqn.invars[::-1]):
         number = _number(other)
         if number and not isinstance(v, compat.Literal):
-            subtracts = eqn.primitive.name == "sub"
-            wanted = number if subtracts else -number
-            zero, *ends = (_value(dataflow(jaxpr), v, {}, _DEEP, at) for at in (0.0, np.inf, -np.inf))
-            # `1 + tanh(h)`, of a GELU, is multiplied with `h`, and small beside what it is where `h` is positive.
-            opposite = (wanted, -wanted) if subtracts else (wanted,)
-            saturates = any(_near(end, wanted) for end in ends) and all(_near(end, *opposite) for end in ends)
-            return saturates or _near(zero, wanted)
+            wanted = number if eqn.primitive.name == "sub" else -number
+            zero, *ends = (_near(_value(dataflow(jaxpr), v, {}, _DEEP, at), wanted) for at in (0.0, np.inf, -np.inf))
+            return zero or all(ends)
     return False
 
 
-def _near(found: float | None, *numbers: float) -> bool:
-    return found is not None and any(abs(found - number) <= 1e-3 * abs(number) for number in numbers)
+def _near(found: float | None, number: float) -> bool:
+    return found is not None and abs(found - number) <= 1e-3 * abs(number)
 
 
 def _number(v: Any) -> float:
