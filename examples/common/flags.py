@@ -85,8 +85,9 @@ def parse(config: type[C], program: str, arguments: Sequence[str]) -> C:
     for name, (note, policy) in config.foreign.items():
         if (value := given.pop(name, None)) is not None:
             print(f"--{name}: {note}", flush=True)
-            if policy:  # An explicit --policy wins.
-                given.setdefault("policy", "float32" if value in ("0", "false") else policy)
+            meant = "float32" if policy and value in ("0", "false") else policy
+            if policy and given.setdefault("policy", meant) != meant:
+                raise UsageError(f"--policy {given['policy']} and --{name} {value} disagree: leave out one of them.")
     parsed: Any = config(**{**config.of_run(given), **given, "given": frozenset(given)})
     for field in _flags(config):
         uses = field.metadata["group"].uses

@@ -184,3 +184,5 @@ def test_flags_of_other_scripts(capsys):
             parse(Config, "imagenet", [given, "1"])
     for words, policy in (("--use_tf_amp True", "mixed_float16"), ("--use_tf_amp False --use_xla 1", "float32")):
         assert parse(Config, "imagenet", words.split()).policy == policy
+    with pytest.raises(UsageError, match="--policy float32 and --use_tf_amp 1 disagree"):
+        parse(Config, "imagenet", ["--use_tf_amp", "--policy", "float32"])
