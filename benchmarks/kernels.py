@@ -123,7 +123,7 @@ def _as(name: str) -> Iterator[str]:
     with contextlib.ExitStack() as version:
         if name.endswith(AS_MEASURED):
             version.enter_context(mock.patch.object(rewrite, "_LONG_ROW_OF_GPU", 1025))
-            version.enter_context(mock.patch.object(rewrite, "selects", lambda *_: False))
+            version.enter_context(mock.patch.object(rewrite, "selects", return_value=False))
         yield name.removesuffix(AS_MEASURED)
 
 
@@ -151,9 +151,10 @@ def table(results: dict[str, dict[str, Row]], measured: dict[str, dict[str, Row]
     lines = [
         "**Modelled, not measured**, but for the columns that say so: XLA compiled each step at full size for an H200 "
         "that was not there, and `mpjax.planning.kernel_time` gave the time of each kernel. `(as measured)` keeps the "
-        "statistics of rows of more than 1,024 elements and scatters the gradient of labels, as the version did that was "
-        "measured; this one keeps those of more than 128, and compares. Contended atomics are not modelled: by hand, BERT sums the gradient of its segment table, "
-        "`bf16[2,768]`, by 25 million of them. With `float32_embeddings` it does not: that is the fair baseline.",
+        "statistics of rows of more than 1,024 elements and scatters the gradient of labels, as the version did that "
+        "was measured; this one keeps those of more than 128, and compares. Contended atomics are not modelled: by "
+        "hand, BERT sums the gradient of its segment table, `bf16[2,768]`, by 25 million of them. With "
+        "`float32_embeddings` it does not: that is the fair baseline.",
         "",
         "| model | step | modelled | / by hand | of it matmuls | other kernels | measured step | modelled / measured "
         "| measured other kernels | modelled / measured | planned memory | / by hand | kernels |",

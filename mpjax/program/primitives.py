@@ -37,7 +37,7 @@ class Saves(enum.Enum):
     NOTHING = "nothing"
     INPUTS = "inputs"
     OUTPUTS = "outputs"
-    SATURATING = "saturating"  # Outputs; 1 - y² and y - y² cancel near saturation: exact where that costs no memory.
+    SATURATING = "saturating"  # Outputs; 1 - y² and y - y² cancel near saturation: from the exact argument.
 
 
 class Backward(NamedTuple):

@@ -227,7 +227,7 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
     of_solves = {
         _shapes(e.eqn) for e in _live_equations(found.jaxpr) if e.name in MATMULS and "custom_linear_solve" in e.path
     }
-    exact_ones = _with_exact_results(found.jaxpr) | _of_constants(found.jaxpr)
+    exact_ones = _with_exact_results(found.jaxpr) | _of_constants(found.jaxpr) | _of_solved(found.jaxpr)
     fixed |= any(text in case.source for text in _EXACT)
     for e in _live_equations(found.jaxpr):
         if e.name not in MATMULS or id(e.eqn) in exact_ones or not matmul_flops(e.eqn):
@@ -249,7 +249,7 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
 
 
 # What keeps matmuls in float32, and their derivatives: integers, products, indices, decompositions.
-_EXACT = ("jnp.tri(3) @", "custom_linear_solve(", "'i,j->ij'", "[::-1] @", "jnp.linalg.", "astype(jnp.int32)")
+_EXACT = ("jnp.tri(3) @", "'i,j->ij'", "[::-1] @", "jnp.linalg.", "astype(jnp.int32)")
 
 
 def _with_exact_results(jaxpr: Any, inside: bool = False) -> set[int]:
@@ -283,6 +283,22 @@ def _of_constants(jaxpr: Any) -> set[int]:
         if any(not hasattr(v, "val") and v in dependent for v in eqn.invars):
             dependent.update(eqn.outvars)
         elif eqn.primitive.name in MATMULS:
+            found.add(id(eqn))
+    return found
+
+
+def _of_solved(jaxpr: Any) -> set[int]:
+    """The matmuls, by `id`, that are the gradient of a solve's operands: they read its result, or a sum of results."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    solved: set[Any] = set()
+    found: set[int] = set()
+    for eqn in jaxpr.eqns:
+        for function in inner_jaxprs(eqn):
+            found |= _of_solved(function)
+        reads = any(not hasattr(v, "val") and v in solved for v in eqn.invars)
+        if eqn.primitive.name == "custom_linear_solve" or (reads and eqn.primitive.name in ("neg", "add_any")):
+            solved.update(eqn.outvars)
+        elif reads and eqn.primitive.name in MATMULS:
             found.add(id(eqn))
     return found
 
