@@ -75,7 +75,7 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
         return inference.in_half(eqn, listing, min(level, Level.HALF), f"{why}: only its half value is read")
     if eqn.params.get("out_dtype") is not None:
         return inference.in_float32(eqn, listing, _activation(level), "the user fixed its output dtype")
-    # A matmul stores its half result, from which its derivative follows; anything else stores its half operand.
+    # The half copy of its result that a matmul reads may be exactly 1: the derivative follows from its half operand.
     exact = inference.setting.recompute and row.backward.saves is Saves.SATURATING and not listing.entry
     used = inference.used(eqn)
     if level == Level.HALF and exact and not used & Use.AMPLIFIED:
