@@ -210,7 +210,7 @@ class RunConfig(abc.ABC):
         if self.amp == "module" and policy.matmul_dtype is not None:
             raise UsageError(f"--policy {self.policy!r}: layers have no float8 matmuls; add --amp autocast.")
         if self.amp == "autocast" and policy.param_dtype != "float32":
-            need = f"--policy {self.policy!r} requires {policy.param_dtype}; use --amp module, or mixed_float16"
+            need = f"--policy {self.policy!r} requires {policy.param_dtype} ones; use --amp module, or mixed_float16"
             raise UsageError(f"--amp autocast keeps the parameters in float32, but {need}.")
         if self.loss_scale not in (None, "dynamic"):
             try:

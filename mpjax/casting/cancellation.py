@@ -24,13 +24,13 @@ _DEEP = 8
 
 
 def cancels(jaxpr: Any, eqn: Any) -> bool:
-    """Whether an addition or subtraction takes a number from a value that is this number at 0."""
+    """Whether an addition or subtraction takes a number from a value that is this number at 0, or at both ends."""
     for v, other in (eqn.invars, eqn.invars[::-1]):
         number = _number(other)
         if number and not isinstance(v, compat.Literal):
             wanted = number if eqn.primitive.name == "sub" else -number
-            zero, *ends = (_near(_value(dataflow(jaxpr), v, {}, _DEEP, at), wanted) for at in (0.0, np.inf, -np.inf))
-            return zero or all(ends)
+            near = (_near(_value(dataflow(jaxpr), v, {}, _DEEP, at), wanted) for at in (0.0, np.inf, -np.inf))
+            return next(near) or all(near)
     return False
 
 

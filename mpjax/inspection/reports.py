@@ -73,9 +73,8 @@ class Section:
         if self.rows:
             parts.append(self._table(self.rows[: self.shown]))
             more = self.rows[self.shown :]
-            parts += (
-                [f"<details><summary>… and {len(more)} more</summary>{self._table(more)}</details>"] if more else []
-            )
+            if more:
+                parts.append(f"<details><summary>… and {len(more)} more</summary>{self._table(more)}</details>")
         return "\n".join(parts)
 
     def _table(self, rows: Sequence[Sequence[str]]) -> str:

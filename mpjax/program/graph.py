@@ -282,7 +282,7 @@ def replaced(jaxpr: Any, equation: Callable[[Any], Any], known: MutableMapping[A
 
 def _with_sub_jaxprs_replaced(eqn: Any, equation: Callable[[Any], Any], known: MutableMapping[Any, Any]) -> Any:
     for inner in sub_jaxprs(eqn):
-        with compat.on_its_devices(eqn.params) if "check_vma" in eqn.params else contextlib.nullcontext():
+        with compat.on_its_devices(eqn.params) if eqn.primitive.name == "shard_map" else contextlib.nullcontext():
             new = replaced(inner.opened, equation, known)
         eqn = eqn if new is inner.opened else compat.with_sub_jaxpr(eqn, inner.opened, new)
     return eqn
