@@ -51,14 +51,22 @@ def gradient(loss: Loss) -> Loss:
     )
 
 
-def error_of_by_hand(kind: Kind, cast: Callable[[Loss], Loss], half: Any) -> float:
-    """The error of a cast program's gradient against float64, divided by that of careful casts by hand."""
+def error_of_by_hand(kind: Kind, cast: Callable[[Loss], Loss], half: Any, of_gradient: bool = False) -> float:
+    """The error of a cast program's gradient against float64, divided by that of careful casts by hand.
+
+    Args:
+        kind: The program.
+        cast: Casts it.
+        half: The dtype of the casts by hand.
+        of_gradient: Whether the gradient is cast, and not the loss before it is differentiated.
+    """
     args = jax.tree.leaves((kind.params, kind.batch))
     careful = kind.loss
     if "exact" in inspect.signature(kind.loss).parameters:
         careful = functools.partial(kind.loss, **{"exact": "highest"})
     plain = jax.make_jaxpr(gradient(careful))(kind.params, kind.batch)
-    found = jax.make_jaxpr(gradient(cast(kind.loss)))(kind.params, kind.batch)
+    given = cast(gradient(kind.loss)) if of_gradient else gradient(cast(kind.loss))
+    found = jax.make_jaxpr(given)(kind.params, kind.batch)
     ratio = by_hand.ratio(plain, found, args, half, draws=1)
     assert ratio is not None, "casts by hand lose the gradient"
     return ratio

@@ -2,7 +2,9 @@
 
 Small arguments are common (a network's layers begin so), and then the difference cancels: rounded before it, nothing
 of the value is left. `1 - sigmoid(h)`, a gate, is 0.5 there and does not. `1 - tanh(h)²` cancels where `h` is large, of
-either sign. `1 + tanh(h)`, of a GELU, is multiplied with `h`, and small beside what it is where `h` is positive.
+either sign. `1 - sigmoid(h)` and `1 + tanh(h)` cancel on one side. Mostly that is seen by nobody: the first weighs
+something else, and the second, of a GELU, is multiplied with `h`, and small beside what it is where `h` is positive.
+But where a matmul reads them, they are the units of a layer; and where one reads `sigmoid(h)`, its derivative.
 """
 
 from __future__ import annotations
@@ -23,15 +25,32 @@ from mpjax.program.primitives import primitive
 _DEEP = 8
 
 
-def cancels(jaxpr: Any, eqn: Any) -> bool:
-    """Whether an addition or subtraction takes a number from a value that is this number at 0, or at both ends."""
+def cancels(jaxpr: Any, eqn: Any, at_one_end: bool = False) -> bool:
+    """Whether an addition or subtraction takes a number from a value that is this number at 0, or at both ends.
+
+    Args:
+        jaxpr: The program.
+        eqn: The addition or subtraction.
+        at_one_end: Whether one end is enough.
+    """
     for v, other in (eqn.invars, eqn.invars[::-1]):
         number = _number(other)
         if number and not isinstance(v, compat.Literal):
             wanted = number if eqn.primitive.name == "sub" else -number
             near = (_near(_value(dataflow(jaxpr), v, {}, _DEEP, at), wanted) for at in (0.0, np.inf, -np.inf))
-            return next(near) or all(near)
+            return next(near) or (any(near) if at_one_end else all(near))
     return False
+
+
+def is_centred(jaxpr: Any, v: Any) -> bool:
+    """Whether a value's sum, such as its mean, is subtracted from it, which cancels if the mean is large.
+
+    Not a sum over devices: it isn't recomputed, so that the value would be kept in float32.
+    """
+    flow = dataflow(jaxpr)
+    others = [w for eqn in flow.readers.get(v, ()) if eqn.primitive.name == "sub" for w in eqn.invars if w is not v]
+    between = ([primitive(eqn.primitive.name) for eqn in flow.between(v, w)] for w in others)
+    return any(any(x.risk == "sum" for x in rows) and not any(x.backward.kept for x in rows) for rows in between)
 
 
 def _near(found: float | None, number: float) -> bool:

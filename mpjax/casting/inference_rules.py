@@ -6,10 +6,22 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpjax.casting.attention.kernel import ATTENTION
+from mpjax.casting.cancellation import is_centred
 from mpjax.casting.classify import EXACT, OPAQUE, Listing
 from mpjax.casting.constants import out_of_range
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
-from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, castable, exact_in_half, made_from
+from mpjax.casting.lattice import (
+    FULL,
+    HALF,
+    TRACED,
+    Inferred,
+    Level,
+    Storage,
+    castable,
+    exact_in_half,
+    is_far_in_half,
+    made_from,
+)
 from mpjax.casting.plan import Action, Step
 from mpjax.casting.setting import AS_TRACED, IN_FLOAT32, IN_HALF, Region, tracked
 from mpjax.casting.updates import is_step
@@ -86,6 +98,10 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
         return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: its rounding would be amplified")
     if level == Level.HALF and used & Use.HALF and used & Use.FLOAT and not used & Use.MAY_HALF:
         return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: a float32 operation reads it too")
+    if level == Level.HALF and used & Use.FLOAT and row.adds and _shifts_centred(inference, eqn):
+        return inference.in_float32(eqn, listing, Level.HALF, f"{why}: half activation, its mean is subtracted")
+    if level == Level.HALF and used & Use.ANY_HALF and _rounds_a_number(inference, eqn):
+        return inference.in_float32(eqn, listing, Level.HALF, f"{why}: half activation, half would change its number")
     if level == Level.HALF and used & Use.ANY_HALF:
         return inference.in_half(eqn, listing, Level.HALF, f"{why}: half activation")
     if level == Level.HALF:
@@ -93,6 +109,34 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     if level == Level.FLOAT:
         return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: float32 activation")
     return inference.in_float32(eqn, listing, level, f"{why}: parameters and inputs only")
+
+
+def _shifts_centred(inference: Inference, eqn: Any) -> bool:
+    """Whether it adds a parameter to a value whose mean is then subtracted, as a bias before a norm.
+
+    The sum follows from the half operand, so that nothing more is kept.
+    """
+    values = map(inference.value, eqn.invars)
+    return any(x is not None and castable(x) for x in values) and is_centred(inference.jaxpr, eqn.outvars[0])
+
+
+def _rounds_a_number(inference: Inference, eqn: Any) -> bool:
+    """Whether half could change a number by which an equation computes by more than it changes most values.
+
+    The roundings of an array's elements average out in a sum. That of a number is the same in all of them.
+    """
+    if not primitive(eqn.primitive.name).pointwise or compat.numel(eqn.outvars[0].aval) == 1:
+        return False
+    numbers = [v for v in eqn.invars if tracked(v) and compat.numel(v.aval) == 1]
+    half = inference.setting.half
+    return any(
+        is_far_in_half(v, half) if isinstance(v, compat.Literal) else not _is_half(inference, v) for v in numbers
+    )
+
+
+def _is_half(inference: Inference, v: Any) -> bool:
+    value = inference.value(v)
+    return value is not None and value.storage == HALF
 
 
 def _updates_input(inference: Inference, eqn: Any) -> bool:

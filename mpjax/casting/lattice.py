@@ -132,3 +132,15 @@ def exact_in_half(literal: Any, half: np.dtype) -> bool:
     value = np.asarray(literal.val)
     with np.errstate(over="ignore"):  # A mask of -1e38 overflows, so it compares as not exact.
         return bool(np.all(value.astype(half).astype(value.dtype) == value))
+
+
+# The root mean square of the relative error of a rounding, in units of eps.
+_RMS = 0.21
+
+
+def is_far_in_half(literal: Any, half: np.dtype) -> bool:
+    """Whether half changes a number by more than a typical rounding: 1.0507 by 0.4% in bfloat16."""
+    value = np.asarray(literal.val, np.float64)
+    with np.errstate(over="ignore"):
+        error = np.abs(value.astype(half).astype(np.float64) - value)
+    return bool(np.any(np.isfinite(error) & (error > _RMS * float(compat.finfo(half).eps) * np.abs(value))))

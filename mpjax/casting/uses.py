@@ -10,7 +10,7 @@ import enum
 import functools
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpjax.casting.attention.kernel import ATTENTION
@@ -22,6 +22,7 @@ from mpjax.casting.setting import FLOAT32, IN_HALF, Setting, tracked
 from mpjax.casting.streams import residual_additions
 from mpjax.casting.updates import repeated_updates
 from mpjax.program import compat
+from mpjax.program.dataflow import variables
 from mpjax.program.derivative_rules import closed_over
 from mpjax.program.graph import sub_jaxprs
 from mpjax.program.primitives import Op, primitive
@@ -117,7 +118,7 @@ def _uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
             continue
         for v in closed_over(jaxpr, eqn) if listing.op is Op.ENTER and not setting.in_rule else ():
             add(v, Use.READ | Use.FLOAT if tracked(v) else Use.READ)
-        for v, use in zip(eqn.invars, _of_operands(jaxpr, eqn, outs, listing, setting), strict=True):
+        for v, use in zip(eqn.invars, _of_operands(jaxpr, eqn, of, listing, setting), strict=True):
             add(v, use if tracked(v) else Use.READ)
     return Uses(of, tuple(reversed(listings)), tuple(of.get(v, Use.NONE) for v in jaxpr.invars))
 
@@ -145,7 +146,8 @@ def _may_be_looked_for(eqn: Any) -> bool:
     return any(_may_be_looked_for(inner) for sub in sub_jaxprs(eqn) for inner in sub.opened.eqns)
 
 
-def _of_operands(jaxpr: Any, eqn: Any, outs: Sequence[Use], listing: Listing, setting: Setting) -> Sequence[Use]:
+def _of_operands(jaxpr: Any, eqn: Any, of: Mapping[Any, Use], listing: Listing, setting: Setting) -> Sequence[Use]:
+    outs = [of.get(v, Use.NONE) for v in eqn.outvars]
     if listing.op is Op.ENTER:
         inside = setting.inside(eqn, listing.region)
         inner = setting.higher_order[eqn.primitive.name].uses(eqn, tuple(outs), inside)
@@ -170,7 +172,7 @@ def _of_operands(jaxpr: Any, eqn: Any, outs: Sequence[Use], listing: Listing, se
     if (
         row.amplifies == "all"
         or (row.amplifies == "equals" and _of_one_shape(eqn))
-        or (row.adds and cancels(jaxpr, eqn))
+        or (row.adds and cancels(jaxpr, eqn, _is_direct(eqn, of)))
         or to_integers
         or steps
         or (out & Use.AMPLIFIED and (not row.kernel or listing.op is Op.INFER))
@@ -181,6 +183,11 @@ def _of_operands(jaxpr: Any, eqn: Any, outs: Sequence[Use], listing: Listing, se
     if row.decomposes or row.solve or indexes or (out & Use.EXACT and row.is_affine and row.op is not Op.ALLOW):
         use = use | Use.EXACT
     return [use, use | Use.AMPLIFIED] if row.amplifies == "second" else [use] * len(eqn.invars)
+
+
+def _is_direct(eqn: Any, of: Mapping[Any, Use]) -> bool:
+    """Whether an operation in half reads an equation's result, or an operand of it, directly or after moves."""
+    return any(of.get(v, Use.NONE) & Use.HALF for v in (*variables(eqn.invars), *eqn.outvars))
 
 
 def _of_one_shape(eqn: Any) -> bool:
