@@ -36,7 +36,7 @@ PROGRAMS = (
     "embedding_tied",
     "nnx_scanned_attention",
     "linen_transformer",
-    "linen_transformer_scan_remat",
+    "switch_experts",
 )
 SHARES = (0.75, 0.5, 0.25)  # of the way from the least peak to that of the step under autocast
 MODELS = ("resnet50", "bert_base_128", "gpt2_medium", "vit_b16", "lstm_lm", "deep_speech_2")
