@@ -67,6 +67,9 @@ def casters(program: Program, regions: bool = False) -> dict[str, harness.Caster
 def measure(name: str, caster: harness.Caster, dtype: str) -> Row:
     """Every column of one tool on one program, or the error if the tool fails."""
     try:
+        fun, args = harness.gradient_function(name, caster, dtype)
+        with REGISTRY[name].context():
+            jax.jit(lambda *args: fun(*args)).lower(*args)
         traced = harness.structure(name, "plain", caster, dtype)
         row: Row = {
             "half_share": round(traced.half_share, 4),
