@@ -23,6 +23,7 @@ from mpjax.casting.regions import in_region
 from mpjax.casting.rewrite import array_for, run_closed, values_of
 from mpjax.casting.rules import Rules
 from mpjax.casting.setting import Region, Setting
+from mpjax.casting.streams import additions_in_a_row
 from mpjax.kernels import unscaled
 from mpjax.policy import Policy, get_policy
 from mpjax.program import compat
@@ -37,6 +38,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+# The roundings of a residual stream in half make the error of the gradient twice that of casts by hand.
+_MANY = 49  # additions
+
+
 def plan_program(program: TracedCall, setting: Setting, with_owners: bool = False) -> Plan:
     """The plan of a traced function: inputs are castable, outputs are returned in float32.
 
@@ -49,6 +54,8 @@ def plan_program(program: TracedCall, setting: Setting, with_owners: bool = Fals
     prepare.remember(jaxpr, consts)
     if with_owners:
         setting = dataclasses.replace(setting, owners=owners_of(jaxpr, program.names))
+    if setting.rules.residual_stream == "auto" and additions_in_a_row(jaxpr) >= _MANY:
+        setting = dataclasses.replace(setting, deep=True)
     plan = plan_function(jaxpr, setting, program.arrays)
     if plan.counts.cast or setting.plans_rules:
         return plan

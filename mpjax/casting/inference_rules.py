@@ -13,6 +13,7 @@ from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
 from mpjax.casting.lattice import (
     FULL,
     HALF,
+    STREAM,
     TRACED,
     Inferred,
     Level,
@@ -25,7 +26,7 @@ from mpjax.casting.lattice import (
 from mpjax.casting.plan import Action, Step
 from mpjax.casting.setting import AS_TRACED, IN_FLOAT32, IN_HALF, Region, tracked
 from mpjax.casting.updates import is_step
-from mpjax.casting.uses import Use
+from mpjax.casting.uses import STREAM_ADDITION, Use
 from mpjax.kernels.lookup import selects
 from mpjax.program import compat
 from mpjax.program.primitives import Op, Saves, primitive
@@ -58,7 +59,11 @@ def _allow(inference: Inference, eqn: Any, listing: Listing) -> Step:
 
 
 def _deny(inference: Inference, eqn: Any, listing: Listing) -> Step:
-    return inference.in_float32(eqn, listing, _activation(inference.level(eqn)), listing.why)
+    level = _activation(inference.level(eqn))
+    step = inference.in_float32(eqn, listing, level, listing.why)
+    if listing is STREAM_ADDITION and level == Level.FLOAT:
+        step.outs = (STREAM,)
+    return step
 
 
 def _opaque(inference: Inference, eqn: Any, listing: Listing) -> Step:

@@ -55,15 +55,19 @@ class Inferred(NamedTuple):
         storage: Its storage dtype.
         integers: Whether it holds integers by construction: counts, masks, labels, permutations.
         large: Whether it holds a constant's numbers that half can't represent.
+        copied: Whether it is a float32 sum, of a residual stream, of which each layer reads and keeps a half copy. The
+            rounding of a copy is not added to, as that of the sum would be.
     """
 
     level: Level
     storage: Storage
     integers: bool = False
     large: bool = False
+    copied: bool = False
 
 
 PARAMETER = Inferred(Level.INPUT, FULL)
+STREAM = Inferred(Level.HALF, FULL, copied=True)
 
 
 def castable(value: Inferred) -> bool:
@@ -94,7 +98,7 @@ def at_boundary(value: Inferred, use: Use) -> Inferred:
 
     Not if a consumer amplifies its rounding.
     """
-    if value.storage == HALF or use & Use.AMPLIFIED:
+    if value.storage == HALF or value.copied or use & Use.AMPLIFIED:
         return value
     if value.level == Level.HALF and use & Use.ANY_HALF:
         return Inferred(Level.HALF, HALF)

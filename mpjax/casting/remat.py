@@ -20,7 +20,7 @@ import numpy as np
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage
 from mpjax.casting.plan import Action, Step
 from mpjax.casting.setting import tracked
-from mpjax.casting.uses import Use
+from mpjax.casting.uses import STREAM_ADDITION, Use
 from mpjax.program import compat
 from mpjax.program.dataflow import variables
 from mpjax.program.primitives import MATMULS, Op, Saves, primitive
@@ -211,7 +211,8 @@ def _belongs(step: Step) -> bool:
         row = primitive(step.eqn.primitive.name)
         folded = row.rule or all(plan.setting.folded for plan in step.plans)
         return folded and row.call and is_cheap(step.eqn)
-    return step.listing.op is not Op.OPAQUE and is_cheap(step.eqn)
+    # A sum of the residual stream reads float32, and not the half copies that a region would keep.
+    return step.listing.op is not Op.OPAQUE and step.listing is not STREAM_ADDITION and is_cheap(step.eqn)
 
 
 class _Stretches:
@@ -400,10 +401,11 @@ class _Window:
         self._remove(saved)
 
     def _read(self, v: Any, storage: Storage) -> None:
-        """Makes a value an input, in half if it is stored in half or all steps read it in half."""
+        """Makes a value an input, in half if it is stored in half, or a half copy of it is, or all steps read half."""
         known = self.ins.get(v)
         if storage != TRACED and (storage == FULL or self.stretches.is_input_value(v)):
-            storage = self.stretches.values[v].storage
+            value = self.stretches.values[v]
+            storage = HALF if value.copied else value.storage
         if known is None or (known, storage) == (HALF, FULL):
             if known is not None:
                 self._remove([(v, known)])

@@ -70,6 +70,7 @@ class Setting:
         path: The module path. Set only if a rule reads it, so that plans are otherwise shared between paths.
         owners: The module paths of equations whose scopes don't name an instance.
         scaled: The options of matmuls in formats with scales; None if there are none.
+        deep: Whether a residual stream of the program has so many additions that its roundings would add up.
     """
 
     half: np.dtype
@@ -86,6 +87,7 @@ class Setting:
     path: str = ""
     owners: Owners = NOBODY
     scaled: ScaledSetting | None = None
+    deep: bool = False
 
     def __hash__(self) -> int:
         return self._hash
@@ -99,6 +101,12 @@ class Setting:
     def reads_scopes(self) -> bool:
         """Whether a rule matches module paths."""
         return self.rules.reads_scopes or bool(self.scaled and self.scaled.entries)
+
+    @property
+    def wide_stream(self) -> bool:
+        """Whether the sums of a residual stream are float32."""
+        choice = self.rules.residual_stream
+        return choice == "float32" or (choice == "auto" and self.deep)
 
     @property
     def packs(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from mpjax.casting.setting import tracked
 from mpjax.program import compat
 from mpjax.program.dataflow import dataflow, once_per_jaxpr, variables
+from mpjax.program.graph import sub_jaxprs
 from mpjax.program.primitives import Op, primitive
 
 # By name: a residual connection is a sum; a difference is an error.
@@ -38,6 +39,24 @@ def residual_additions(jaxpr: Any) -> frozenset[Any]:
         if any(readers[v] > 1 for v in read) and (out in continued or not stream.isdisjoint(read)):
             stream.add(out)
     return frozenset(stream)
+
+
+@once_per_jaxpr
+def additions_in_a_row(jaxpr: Any) -> int:
+    """The most additions of one residual stream, in all iterations of a `scan`. Not those inside a `jax.checkpoint`."""
+    additions = residual_additions(jaxpr)
+    counts: dict[Any, int] = {}
+    for eqn in jaxpr.eqns:
+        before = max((counts.get(v, 0) for v in variables(eqn.invars)), default=0)
+        row, added = primitive(eqn.primitive.name), 0
+        if eqn.outvars and eqn.outvars[0] in additions:
+            added = 1
+        elif row.op is Op.ENTER and not row.backward.kept:
+            added = max((additions_in_a_row(sub.jaxpr) for sub in sub_jaxprs(eqn)), default=0)
+            added *= eqn.params.get("length", 1) if row.loop else 1
+        if added or is_moved_whole(eqn):
+            counts.update((v, before + added) for v in eqn.outvars)
+    return max(counts.values(), default=0)
 
 
 def _adds_arrays(eqn: Any) -> bool:

@@ -83,7 +83,7 @@ def uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
     return known[key]
 
 
-_STREAM = Listing(Op.DENY, "residual stream")
+STREAM_ADDITION = Listing(Op.DENY, "residual stream")
 _REPEATED = Listing(Op.DENY, "steps of one map")
 _EXACT = Listing(Op.DENY, f"{EXACT} an index or a decomposition reads it")
 _INNER_PRODUCT = Listing(Op.DENY, "an inner product that no matmul reads: a sum")
@@ -106,7 +106,7 @@ def _uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
         outs = [of.get(v, Use.NONE) for v in eqn.outvars]
         if listing.entry is None and not listing.region:
             if listing.op is Op.INFER and eqn.outvars[0] in streams:
-                listing = _STREAM if setting.rules.residual_stream == "float32" else _REPEATED
+                listing = STREAM_ADDITION if setting.wide_stream else _REPEATED
             if listing.op is Op.ALLOW and setting.rules.level != "half":
                 if outs[0] & Use.EXACT:
                     listing = _EXACT
@@ -127,7 +127,7 @@ def _streams(jaxpr: Any, setting: Setting) -> frozenset[Any]:
     """The results of the additions that run in float32 because others follow in the same sum."""
     if setting.folded:
         return frozenset()
-    return residual_additions(jaxpr) if setting.rules.residual_stream == "float32" else repeated_updates(jaxpr)
+    return residual_additions(jaxpr) if setting.wide_stream else repeated_updates(jaxpr)
 
 
 def is_needed(eqn: Any, outs: Iterable[Use]) -> bool:
@@ -168,7 +168,7 @@ def _of_operands(jaxpr: Any, eqn: Any, of: Mapping[Any, Use], listing: Listing, 
     out = functools.reduce(operator.or_, outs, Use.NONE)
     to_integers = listing.op is Op.CONVERT and eqn.params["new_dtype"].kind in "iu"
     # The step of an update is rounded as little as what it updates.
-    steps = listing in (_STREAM, _REPEATED)
+    steps = listing in (STREAM_ADDITION, _REPEATED)
     if (
         row.amplifies == "all"
         or (row.amplifies == "equals" and _of_one_shape(eqn))

@@ -1,6 +1,8 @@
-"""`Rules(residual_stream=...)`: the value to which each layer adds stays float32 on request."""
+"""`Rules(residual_stream=...)`: the value to which each layer adds is float32 in deep networks, or on request."""
 
 from __future__ import annotations
+
+import functools
 
 import flax.linen as nn
 import jax
@@ -11,12 +13,13 @@ from flax import nnx
 from jax import lax
 
 import mpjax
-from mpjax.casting.streams import residual_additions
+from mpjax.casting.streams import additions_in_a_row, residual_additions
 from testing import measures
+from testing.sensitive import Kind, error_of_by_hand
 
 W = (np.random.default_rng(0).normal(size=(3, 8, 8)) / 3).astype(np.float32)
 X = np.random.default_rng(1).normal(size=(2, 4, 8)).astype(np.float32)
-FLOAT32 = mpjax.Rules(residual_stream="float32")
+FLOAT32, HALF = (mpjax.Rules(residual_stream=choice) for choice in ("float32", "half"))
 
 
 def normalised(x):
@@ -92,8 +95,43 @@ def test_the_stream_is_float32_if_requested(fun):
     assert float32_streams(jax.make_jaxpr(float32)(W, X))
     assert not float32_streams(jax.make_jaxpr(mpjax.autocast(fun))(W, X))
     assert measures.half_share(float32, W, X) == 1.0
-    kept = measures.residual_bytes(float32, W, X)
-    assert measures.residual_bytes(mpjax.autocast(fun), W, X) <= kept <= measures.residual_bytes(fun, W, X)
+    kept, kept_in_half = (measures.residual_bytes(f, W, X) for f in (float32, mpjax.autocast(fun)))
+    if fun is PROGRAMS["checkpointed"]:
+        assert kept_in_half < kept <= measures.residual_bytes(fun, W, X)
+    else:
+        assert kept_in_half == kept  # Each layer keeps a half copy.
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    {"plain": 6, "called": 6, "checkpointed": 0, "scanned": 6, "one_addition": 3, "linen": 3, "nnx": 3}.items(),
+)
+def test_the_additions_of_a_stream_are_counted(name, count):
+    assert additions_in_a_row(jax.make_jaxpr(PROGRAMS[name])(W, X)) == count
+
+
+def deep(w, x):
+    h, _ = lax.scan(lambda h, each: (layer(h, each), None), x @ w[0], w)
+    return jnp.mean((normalised(h) @ w[0]) ** 2)
+
+
+@pytest.mark.slow
+@pytest.mark.standard_promotion
+def test_the_stream_of_a_deep_network_is_as_exact_as_by_hand():
+    """In half, its roundings would add up. Nothing more is kept for the backward pass."""
+    rng = np.random.default_rng(0)
+    w, x = np.float32(rng.normal(size=(40, 16, 16)) / 8), np.float32(rng.normal(size=(4, 16)))
+    auto, half = (functools.partial(mpjax.autocast, policy="mixed_bfloat16", rules=rules) for rules in (None, HALF))
+    assert error_of_by_hand(Kind(deep, w, x), auto, jnp.dtype("bfloat16")) <= 1.3
+    assert error_of_by_hand(Kind(deep, w, x), half, jnp.dtype("bfloat16")) > 1.8
+    assert measures.residual_bytes(auto(deep), w, x) == measures.residual_bytes(half(deep), w, x)
+
+
+@pytest.mark.parametrize("fun", [scanned, repeated(jax.jit)])
+def test_a_stream_of_at_least_25_layers_is_float32(fun):
+    for layers in (24, 25):
+        w = np.tile(W[:1], (layers, 1, 1))
+        assert bool(float32_streams(jax.make_jaxpr(mpjax.autocast(fun))(w, X))) == (layers == 25)
 
 
 def test_other_additions_stay_half():

@@ -19,7 +19,7 @@ from mpjax.casting.higher_order.sub_jaxpr import (
     unflatten_operands,
 )
 from mpjax.casting.infer import Inference, plan_jaxpr
-from mpjax.casting.lattice import FULL, HALF, Inferred, Level, carried, join, storage_of
+from mpjax.casting.lattice import FULL, HALF, STREAM, Inferred, Level, carried, join, storage_of
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.rewrite import MixedValue, arrays_of, run_closed, values_of
 from mpjax.casting.setting import Setting
@@ -71,7 +71,7 @@ def _uses_fixed_point(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> tupl
         of_carry = _uses_of_condition(condition, setting)[condition.consts :]
         outs = tuple(out | use for out, use in zip(outs, of_carry, strict=True))
     # The steps of an update are rounded as little as what they update.
-    updated = {i for i in range(body.carry) if added_to(body, i) and _is_updated(body, i, setting)}
+    updated = {i for i in range(body.carry) if added_to(body, i) and (setting.wide_stream or is_one_map(body, i))}
     wanted = tuple(use | Use.AMPLIFIED if i in updated and use else use for i, use in enumerate(outs))
     end = body.consts + body.carry
     while True:
@@ -150,31 +150,35 @@ def _carry_fixed_point(
     consts, init, _ = body.split(eqn.invars)
     jaxpr = body.opened
     levels: list[Level | None] = []
+    streams: set[int] = set()
     for i, v in enumerate(init):
         value = inference.operand(v)
         keeps = value is not None and _keeps_float32(value.level, inference.use(eqn.outvars[i]), body, i, setting)
+        if value is not None and not keeps and _is_stream(body, i, setting):
+            streams.add(i)
         levels.append(Level.PINNED if keeps else value and value.level)
+
+    def carry_of(i: int, level: Level | None) -> Inferred | None:
+        if level is None or i in streams:
+            return None if level is None else STREAM
+        return carried(level, wanted[i])
+
     while True:
-        carry = tuple(
-            None if level is None else carried(level, use) for level, use in zip(levels, wanted, strict=False)
-        )
+        carry = tuple(map(carry_of, range(len(levels)), levels))
         planned = plan_jaxpr(jaxpr, (*operand_dtypes(inference, consts), *carry, *xs), wanted, setting)
         grown = [
             None if x is None or after is None else join(x.level, after.level)
             for x, after in zip(carry, planned.outs, strict=False)
         ]
         # Levels only rise, except that `carried` lowers FLOAT if half is read. So compare its results.
-        settled = all(
-            level is None or carried(level, use) == x for level, x, use in zip(grown, carry, wanted, strict=False)
-        )
-        if settled:
+        if carry == tuple(map(carry_of, range(len(grown)), grown)):
             return planned, carry
         levels = grown
 
 
-def _is_updated(body: SubJaxpr, i: int, setting: Setting) -> bool:
-    """Whether what the body adds to must keep its bits. The stream of a `scan` over layers may be half."""
-    return setting.rules.residual_stream == "float32" or is_one_map(body, i)
+def _is_stream(body: SubJaxpr, i: int, setting: Setting) -> bool:
+    """Whether a carry is the residual stream of a `scan` over layers, and float32."""
+    return bool(added_to(body, i)) and setting.wide_stream and not is_one_map(body, i)
 
 
 def _keeps_float32(level: Level, use: Use, body: SubJaxpr, i: int, setting: Setting) -> bool:
@@ -192,7 +196,7 @@ def _keeps_float32(level: Level, use: Use, body: SubJaxpr, i: int, setting: Sett
     added = added_to(body, i)
     if level == Level.ZERO or (level <= Level.COMPUTED and added == Added.STEP):
         return bool(added)
-    return bool(added) and _is_updated(body, i, setting)
+    return bool(added) and is_one_map(body, i)
 
 
 # Issuing again.
