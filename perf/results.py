@@ -13,7 +13,6 @@ from .environment import environment, versions
 # Options that select the output folder or the parts to run; they do not affect results.
 _UNRECORDED_OPTIONS = {
     "--out": 1,
-    "--runs": 1,
     "--programs": None,
     "--scripts": None,
     "--families": 1,

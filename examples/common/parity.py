@@ -36,7 +36,6 @@ class Maker:
         self._make_task: Callable[[Any], Task] | None = None
         self._tasks: dict[str, Task] = {}
         self.__qualname__ = kind.config_type.script
-        self.settings = {"flags": self._flags}
 
     def __call__(self, policy: str, seed: int) -> mpjax.inspection.Training:
         """Makes the training for a policy and a seed.

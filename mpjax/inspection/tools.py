@@ -153,7 +153,6 @@ TOOLS = (
             ),
             Option("--seeds", "number of seeds, or the seeds: 0,3,4", type=integers, default=5, metavar="N"),
             Option("--baseline", "the policy that the others are compared with", default="float32", metavar="P"),
-            Option("--output", "keep the runs in this folder; a later call continues there", metavar="DIR"),
         ),
         ("MakeTraining", "ParityReport", "Training"),
     ),

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import math
-import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpjax.inspection.comparison.evidence import Evidence, evidence_of, explained
 from mpjax.inspection.comparison.statistics import PairedComparison, compare, differences, rounded
-from mpjax.inspection.comparison.training import Folder, Run, make_training, run_training, settings_of
 from mpjax.inspection.comparison.training import MakeTraining as MakeTraining
+from mpjax.inspection.comparison.training import Run, make_training, run_training
 from mpjax.inspection.comparison.training import Training as Training
 from mpjax.inspection.reports import Report, Section, plain
 
@@ -156,8 +157,6 @@ def parity(
     seeds: int | Iterable[int] = 5,
     *,
     baseline: str = "float32",
-    output: str | os.PathLike[str] | None = None,
-    settings: Mapping[str, Any] | None = None,
 ) -> ParityReport:
     """Tests whether half precision changes the result of a training run, by comparing policies with float32 over seeds.
 
@@ -175,17 +174,12 @@ def parity(
         policies: Names that `make` interprets; the baseline need not be among them.
         seeds: The number of seeds (0, 1, ...), or the seeds themselves.
         baseline: The reference policy.
-        output: A folder to save each finished run to. A later call with it continues the comparison, also with more
-            policies or seeds.
-        settings: Other settings that determine the result (hyperparameters that `make` reads elsewhere), in addition
-            to an attribute `settings` of `make`. A call raises an error if the runs in `output` have other settings.
 
     Returns:
         A `ParityReport`. `print` it, or read its `comparisons`.
 
     Raises:
-        ValueError: There are no seeds or policies, `output` holds other runs, or the batches of a seed differ between
-            policies.
+        ValueError: There are no seeds or policies, or the batches of a seed differ between policies.
         TypeError: `make` does not return a training.
 
     Example:
@@ -204,18 +198,17 @@ def parity(
     """
     numbers = _seeds(seeds)
     others = _policies(policies, baseline)
-    decides = settings_of(make, settings or {})
-    runs = _Runs(make, Folder(output, decides))
-    for seed in numbers:
-        for policy in (baseline, *others):
-            runs.run(policy, seed)
-    comparisons = [runs.compared(policy, baseline, numbers) for policy in others]
+    runs: dict[str, list[Run]] = {policy: [] for policy in (baseline, *others)}
+    for i, seed in enumerate(numbers):
+        for policy, done in runs.items():
+            done.append(run_training(make_training(make, policy, seed), policy, seed))
+            _check_data(done[i], runs[baseline][i])
+    comparisons = [_compared(runs[policy], runs[baseline]) for policy in others]
     worse = [found.policy for found in comparisons if found.kind == "worse"]
-    of = {policy: [runs.done[policy, seed] for seed in numbers] for policy in (baseline, *worse)}
-    evidence = [evidence_of(make, policy, baseline, of[policy], of[baseline]) for policy in worse]
-    first = next(iter(runs.done.values()))
+    evidence = [evidence_of(make, policy, baseline, runs[policy], runs[baseline]) for policy in worse]
+    first = runs[baseline][0]
     return ParityReport(
-        make=str(decides["make"]).partition(":")[2],
+        make=_name(make),
         baseline=baseline,
         seeds=numbers,
         metric_name=first.metric_name,
@@ -223,8 +216,16 @@ def parity(
         percent=first.percent,
         comparisons=tuple(comparisons),
         evidence=tuple(evidence),
-        runs=tuple(runs.done.values()),
+        runs=tuple(run for of_seed in zip(*runs.values(), strict=True) for run in of_seed),
     )
+
+
+def _name(make: Callable[..., Any]) -> str:
+    """The name of a function, with the arguments that a `functools.partial` binds."""
+    if isinstance(make, functools.partial):
+        given = [*map(repr, make.args), *(f"{name}={value!r}" for name, value in make.keywords.items())]
+        return f"{_name(make.func)}({', '.join(given)})"
+    return getattr(inspect.unwrap(make), "__qualname__", type(make).__name__)
 
 
 def _seeds(seeds: int | Iterable[int]) -> tuple[int, ...]:
@@ -243,43 +244,24 @@ def _policies(policies: Sequence[str], baseline: str) -> tuple[str, ...]:
     return others
 
 
-class _Runs:
-    """The runs of a comparison, either run now or read from its folder."""
-
-    def __init__(self, make: Callable[..., Any], folder: Folder):
-        self.make, self.folder = make, folder
-        self.done: dict[tuple[str, int], Run] = {}
-
-    def run(self, policy: str, seed: int) -> None:
-        """Runs one policy with one seed, unless the folder holds that run."""
-        run = self.folder.read(policy, seed)
-        if run is None:
-            run = run_training(make_training(self.make, policy, seed), policy, seed)
-            self._check_data(run)
-            self.folder.write(run)
-        self.done[policy, seed] = run
-
-    def _check_data(self, run: Run) -> None:
-        for other in self.done.values():
-            if other.seed != run.seed:
-                continue
-            same = other.data == run.data and len(other.losses) == len(run.losses)
-            if not same:
-                raise ValueError(
-                    f"parity: seed {run.seed} has other batches under {run.policy!r} ({len(run.losses)} steps) than "
-                    f"under {other.policy!r} ({len(other.losses)} steps), so the runs are not a pair. make's batches "
-                    "may depend on the seed alone: not on the policy, nor on the batches that an earlier run consumed."
-                )
-
-    def compared(self, policy: str, baseline: str, seeds: Sequence[int]) -> PairedComparison:
-        """The verdict on a policy."""
-        pairs = [(self.done[policy, seed], self.done[baseline, seed]) for seed in seeds]
-        identical = all(math.isfinite(a.metric) and a.metric == b.metric and a.losses == b.losses for a, b in pairs)
-        return compare(
-            policy,
-            seeds,
-            [run.metric for run, _ in pairs],
-            [run.metric for _, run in pairs],
-            larger_is_better=pairs[0][0].larger_is_better,
-            identical=identical,
+def _check_data(run: Run, other: Run) -> None:
+    """Raises a ValueError if two runs of a seed had different batches."""
+    if other.data != run.data or len(other.losses) != len(run.losses):
+        raise ValueError(
+            f"parity: seed {run.seed} has other batches under {run.policy!r} ({len(run.losses)} steps) than "
+            f"under {other.policy!r} ({len(other.losses)} steps), so the runs are not a pair. make's batches "
+            "may depend on the seed alone: not on the policy, nor on the batches that an earlier run consumed."
         )
+
+
+def _compared(runs: Sequence[Run], base: Sequence[Run]) -> PairedComparison:
+    """The verdict on a policy, from its runs and the baseline's by seed."""
+    pairs = list(zip(runs, base, strict=True))
+    return compare(
+        runs[0].policy,
+        [run.seed for run in runs],
+        [run.metric for run in runs],
+        [run.metric for run in base],
+        larger_is_better=runs[0].larger_is_better,
+        identical=all(math.isfinite(a.metric) and a.metric == b.metric and a.losses == b.losses for a, b in pairs),
+    )

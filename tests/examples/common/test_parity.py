@@ -22,24 +22,19 @@ def make():
 
 
 @pytest.fixture(scope="module")
-def compared(make, tmp_path_factory):
-    """The folder of runs with two seeds, and their report."""
-    output = tmp_path_factory.mktemp("runs")
-    return output, mpjax.parity(make, [SCALED], 2, output=output)
+def compared(make):
+    """The report of runs with two seeds."""
+    return mpjax.parity(make, [SCALED], 2)
 
 
 def test_a_script_is_compared_over_seeds_with_precision_flags(compared):
-    output, report = compared
-    assert report.title == "Parity of custom"
-    assert (report.metric_name, report.percent, report.larger_is_better) == ("test accuracy", True, True)
-    runs = report.runs_of(SCALED)
+    assert compared.title == "Parity of custom"
+    assert (compared.metric_name, compared.percent, compared.larger_is_better) == ("test accuracy", True, True)
+    runs = compared.runs_of(SCALED)
     assert all(run.metric > 0.8 and run.scales == ((1, 1.0),) for run in runs)
     losses = np.asarray([run.losses for run in runs])
     assert losses.shape == (2, 6)
     assert np.all(losses[:, -1] < losses[:, 0]), "of each step, not sums over the epoch"
-    other = Maker(CustomTask, [*FLAGS, "--optimizer", "sgd"])
-    with pytest.raises(ValueError, match="other settings"):
-        mpjax.parity(other, [SCALED], 2, output=output)
 
 
 def test_unknown_flag_is_named(make):
@@ -50,8 +45,7 @@ def test_unknown_flag_is_named(make):
 def test_evidence_names_the_modules_of_a_script(make, compared):
     from mpjax.inspection.comparison.evidence import evidence_of
 
-    _, report = compared
-    found = evidence_of(make, SCALED, "float32", report.runs_of(SCALED), report.runs_of("float32"))
+    found = evidence_of(make, SCALED, "float32", compared.runs_of(SCALED), compared.runs_of("float32"))
     assert found.notes == ()
     assert 0 < found.errors.gradient_error < 0.1
     assert any("Dense_0" in row.name for row in found.errors.parameters)

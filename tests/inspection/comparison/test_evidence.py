@@ -59,13 +59,8 @@ def make(policy, seed):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("parity")
-
-
-@pytest.fixture(scope="module")
-def report(folder):
-    return mpjax.parity(make, ["static 1"], 3, output=folder)
+def report():
+    return mpjax.parity(make, ["static 1"], 3)
 
 
 def test_flushed_gradients_are_found(report):
@@ -85,12 +80,12 @@ def test_modules_and_parameters_come_with_their_share_and_error(report):
     assert min(errors["first"], errors["second"]) > 0.5, "nearly all of their gradients are lost"
 
 
-def test_the_command_exits_with_1_if_a_policy_is_worse(report, folder, capsys):
-    command = ["parity", f"{__name__}:make", "--policies", "static 1", "--seeds", "3", "--output", str(folder)]
+def test_the_command_exits_with_1_if_a_policy_is_worse(capsys):
+    command = ["parity", f"{__name__}:make", "--policies", "static 1", "--seeds", "3"]
     assert main(command) == 1
     printed = capsys.readouterr()
     assert printed.out.startswith("static 1: worse by ")
-    assert main([*command[:4], "--seeds", "1,2", "--output", str(folder)]) == 0, "two seeds do not tell"
+    assert main([*command[:4], "--seeds", "1,2"]) == 0, "two seeds do not tell"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Comparisons of whole trainings: of NumPy programs that cost nothing, whose answers are known."""
 
-import functools
 import json
 
 import numpy as np
@@ -131,56 +130,10 @@ def counted():
     return make, calls
 
 
-def test_runs_are_interleaved_seed_by_seed(tmp_path):
+def test_runs_are_interleaved_seed_by_seed():
     make, calls = counted()
     mpjax.parity(make, ["rounded"], (3, 5))
     assert calls == [("float32", 3), ("rounded", 3), ("float32", 5), ("rounded", 5)]
-
-
-def test_a_folder_continues_with_more_seeds_and_policies(tmp_path):
-    make, calls = counted()
-    run = functools.partial(mpjax.parity, make, output=tmp_path)
-    run(["rounded"], 2)
-    first = run(["rounded", "the same"], 3)
-    assert calls[4:] == [("the same", 0), ("the same", 1), ("float32", 2), ("rounded", 2), ("the same", 2)]
-    again = run(["rounded", "the same"], 3)
-    assert calls[9:] == []
-    assert again.runs == first.runs
-    assert str(again) == str(first)
-    for name in ("runs", "settings.json"):
-        assert (tmp_path / name).exists()
-
-
-def test_an_interrupted_comparison_keeps_what_is_finished(tmp_path):
-    calls = []
-
-    def make(policy, seed):
-        calls.append((policy, seed))
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return WAYS[policy].training(seed)
-
-    with pytest.raises(KeyboardInterrupt):
-        mpjax.parity(make, ["rounded"], 2, output=tmp_path)
-    mpjax.parity(make, ["rounded"], 2, output=tmp_path)
-    assert calls == [("float32", 0), ("rounded", 0), ("float32", 1), ("float32", 1), ("rounded", 1)]
-
-
-def test_a_diverged_run_is_read_back(tmp_path):
-    found = [compared("diverges", seeds=3, output=tmp_path) for _ in range(2)]
-    assert found[0].verdict("diverges") == found[1].verdict("diverges") == "worse: 3 of 3 runs diverged"
-
-
-def test_other_settings_are_refused(tmp_path):
-    compared("rounded", seeds=1, output=tmp_path, settings={"lr": 0.1})
-    with pytest.raises(ValueError, match=r"other settings \(lr: 0.1 then, 0.2 now\).*another folder"):
-        compared("rounded", seeds=1, output=tmp_path, settings={"lr": 0.2})
-
-
-def test_a_folder_of_something_else_is_refused(tmp_path):
-    (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(ValueError, match="holds no comparison"):
-        compared("rounded", seeds=1, output=tmp_path)
 
 
 @pytest.mark.parametrize("policy", ["shorter", "other data"])
