@@ -49,11 +49,13 @@ class Grouped:
         groups: The group of each equation, by its number.
         passed_on: The results, as (number, index), that an equation of another group reads or that the program returns.
         reads: The results that each equation reads, by its number.
+        own: Which operands of each equation its own group computes, by its number.
     """
 
     groups: dict[int, Group]
     passed_on: frozenset[Result]
     reads: dict[int, tuple[Result, ...]]
+    own: dict[int, tuple[bool, ...]]
 
 
 def grouped(block: Block) -> Grouped:
@@ -62,7 +64,7 @@ def grouped(block: Block) -> Grouped:
     readers = _Readers(groups)
     outs = readers.block(block, [None] * len(block.jaxpr.invars))
     readers.passed_on.update(producers for producers in outs if producers is not None)
-    return Grouped(groups, frozenset(readers.passed_on), readers.reads)
+    return Grouped(groups, frozenset(readers.passed_on), readers.reads, readers.own)
 
 
 def is_transparent(place: Site) -> bool:
@@ -104,6 +106,8 @@ class _Readers:
 
     def __init__(self, groups: dict[int, Group]):
         self.groups, self.passed_on, self.reads = groups, set[Result](), dict[int, tuple[Result, ...]]()
+        self.own = dict[int, tuple[bool, ...]]()
+        self.moved = set[Result]()  # the inputs of a block, moved
 
     def block(self, block: Block, ins: Sequence[Any]) -> list[Any]:
         env = block.environment(ins, [None] * len(block.jaxpr.constvars))
@@ -114,11 +118,15 @@ class _Readers:
             return self.block(place.blocks[0], producers)
         if passes_through(place) and producers[0] is not None:
             return producers[:1]
-        inside, outvars = bool(place.blocks), place.eqn.outvars
+        inside, outvars, group = bool(place.blocks), place.eqn.outvars, self.groups[place.number]
+        if passes_through(place):
+            self.moved.add((place.number, 0))
         self.reads[place.number] = tuple(producer for producer in producers if producer is not None)
-        for producer in producers:
-            if producer is not None and (inside or self.groups[producer[0]] != self.groups[place.number]):
-                self.passed_on.add(producer)
+        is_same = [p is not None and self.groups[p[0]] == group for p in producers]
+        self.own[place.number] = tuple(same and p not in self.moved for same, p in zip(is_same, producers, strict=True))
+        self.passed_on.update(
+            p for same, p in zip(is_same, producers, strict=True) if p is not None and (inside or not same)
+        )
         for body in place.blocks:
             outs = self.block(body, [None] * len(body.jaxpr.invars))
             self.passed_on.update(producer for producer in outs if producer is not None)
@@ -147,13 +155,12 @@ class Lockstep(Instrumented):
 
     Args:
         probe: Takes the notes; its `equation` gets `Values` as operands and results.
-        groups: The group of each equation.
+        own: Which operands of each equation its own group computes.
     """
 
-    def __init__(self, probe: Probe, groups: Mapping[int, Group]):
+    def __init__(self, probe: Probe, own: Mapping[int, Sequence[bool]]):
         super().__init__(probe)
-        self.groups = groups
-        self._producers: dict[Any, Group | None] = {}
+        self.own = own
 
     def _constant(self, array: Any) -> Values:
         return Values(widened(array), array, array)
@@ -162,33 +169,19 @@ class Lockstep(Instrumented):
         return value.exact
 
     def _with(self, probe: Probe) -> Instrumented:
-        return Lockstep(probe, self.groups)
+        return Lockstep(probe, self.own)
 
     def _evaluate(
         self, place: Site, ins: Sequence[Any], iteration: Sequence[Any]
     ) -> tuple[Sequence[Any], dict[Key, Any]]:
-        eqn = place.eqn
-        if is_transparent(place):
-            body = place.blocks[0].jaxpr
-            self._producers.update({v: self._producer(given) for v, given in zip(body.invars, eqn.invars, strict=True)})
-            outs, notes = super()._evaluate(place, ins, iteration)
-            self._producers.update(
-                {v: self._producer(inner) for v, inner in zip(eqn.outvars, body.outvars, strict=True)}
-            )
-            return outs, notes
-        group = self.groups[place.number]
-        if place.blocks:
-            outs, notes = super()._evaluate(place, [_from_outside(x) for x in ins], iteration)
-            return [_from_outside(x) for x in outs], notes
-        if passes_through(place):
-            self._producers[eqn.outvars[0]] = self._producer(eqn.invars[0])
+        if is_transparent(place) or passes_through(place):
             return super()._evaluate(place, ins, iteration)
-        ins = [x if self._producer(v) == group else _from_outside(x) for v, x in zip(eqn.invars, ins, strict=True)]
-        self._producers.update(dict.fromkeys(eqn.outvars, group))
+        if place.blocks:
+            outs, notes = super()._evaluate(place, [*map(_from_outside, ins)], iteration)
+            return [*map(_from_outside, outs)], notes
+        own = self.own[place.number]
+        ins = [x if is_own else _from_outside(x) for x, is_own in zip(ins, own, strict=True)]
         return super()._evaluate(place, ins, iteration)
-
-    def _producer(self, v: Any) -> Group | None:
-        return None if isinstance(v, compat.Literal) else self._producers.get(v)
 
     def _bound(self, place: Site, ins: Sequence[Any]) -> list[Any]:
         eqn = place.eqn
@@ -231,8 +224,8 @@ def _narrowed(x: Any, dtype: Any) -> Any:
 class EagerLockstep(Eager, Lockstep):
     """Evaluates outside of `jit`, operation by operation."""
 
-    def __init__(self, probe: Probe, groups: Mapping[int, Group]):
-        Lockstep.__init__(self, probe, groups)
+    def __init__(self, probe: Probe, own: Mapping[int, Sequence[bool]]):
+        Lockstep.__init__(self, probe, own)
         self._compiled: dict[int, Callable[..., Any]] = {}
 
 
@@ -241,7 +234,7 @@ def evaluated(
 ) -> tuple[list[Values], dict[Key, ErrorNote]]:
     """The results of a program and the errors of some of its values, given its arguments."""
     arguments = [Values(widened(x), x, x) for x in map(jnp.asarray, arrays)]
-    return EagerLockstep(ErrorProbe(block, measured), found.groups).block(block, arguments)
+    return EagerLockstep(ErrorProbe(block, measured), found.own).block(block, arguments)
 
 
 def _from_outside(x: Values) -> Values:
