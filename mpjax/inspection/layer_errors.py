@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from mpjax.casting.classify import default_listing
 from mpjax.inspection.lockstep import Group, Grouped, error_note, grouped
-from mpjax.inspection.lockstep import evaluated as evaluated_of
 from mpjax.inspection.ranges.activations import equations_of_gradients
 from mpjax.inspection.reports import Report, Section, folded_rows, percent, short_dtypes
 from mpjax.inspection.trials import Loss, scale_state, trace_to_run
 from mpjax.program import compat
 from mpjax.program.formats import SCALED
-from mpjax.program.graph import Block, lay_out
+from mpjax.program.graph import lay_out
 from mpjax.program.interpreter import is_float, is_half, is_low
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import Op
@@ -235,67 +234,47 @@ def layerwise_error(
 
     Source: the per-layer comparison of accuracy debuggers, such as TensorRT's Polygraphy and PyTorch's numeric suite.
     """
-    state = None if loss_scale is None else scale_state(loss_scale)
-    evaluated = _evaluate("layerwise_error", Loss(fun, argnums, has_aux, kwargs), args, state)
-    if evaluated is None:
+    state, names = None if loss_scale is None else scale_state(loss_scale), list[str]()
+    gradient = Loss(fun, argnums, has_aux, kwargs).with_named_modules().gradient(state, names)
+    program = trace_to_run("layerwise_error", gradient, args, {})
+    found = grouped(lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names)))
+    if not any(is_half(v) for place in found.places.values() for v in (*place.invars, *place.outvars)):
         raise ValueError(
             "layerwise_error: nothing in this program is half, so it has no error to show. Give it under "
             "mpjax.autocast(fun, 'mixed_float16') (--policy mixed_float16 on the command line), or a model with a "
             "policy."
         )
-    return _report(fun, evaluated)
-
-
-class _Evaluated(NamedTuple):
-    """The gradient's program, its groups, its noted errors, its results and the names of the gradients."""
-
-    block: Block
-    arrays: Sequence[Any]
-    found: Grouped
-    notes: Mapping[Any, Any]
-    outs: Sequence[Any]
-    names: list[str]
-
-
-def _evaluate(caller: str, loss: Loss, args: Sequence[Any], state: Any) -> _Evaluated | None:
-    """The evaluated gradient; None if nothing in it is half."""
-    names: list[str] = []
-    program = trace_to_run(caller, loss.with_named_modules().gradient(state, names), args, {})
-    block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names))
-    if not any(is_half(v) for place in block.places() for v in (*place.eqn.invars, *place.eqn.outvars)):
-        return None
-    found = grouped(block)
-    outs, notes = evaluated_of(block, found, program.arrays, found.passed_on)
-    return _Evaluated(block, program.arrays, found, jax.device_get(notes), outs, names)
-
-
-def _report(fun: Any, found: _Evaluated) -> LayerwiseReport:
-    names, outs = found.names, found.outs
-    grads = [jax.device_get(error_note(*out)) for out in outs[: len(names)]]
-    loss = jax.device_get(error_note(*outs[len(names)]))
+    outs, notes = found.evaluated(program.arrays, found.passed_on)
+    notes = jax.device_get(notes)
+    *grads, loss = (jax.device_get(error_note(*out)) for out in outs[: len(names) + 1])
     squares = [float(size) ** 2 * sums.astype(float) for size, sums, _ in grads]
     whole = sum(float(each[1]) for each in squares)
     parameters = [
         ParameterError(name, _error([note], 1), float(each[1]) / whole if whole else 0.0)
         for name, note, each in zip(names, grads, squares, strict=True)
     ]
+    loss_error, gradient_error = _error([loss], 1), _error(grads, 1)
     return LayerwiseReport(
         function=getattr(fun, "__name__", type(fun).__name__),
-        loss_error=_error([loss], 1),
-        gradient_error=_error(grads, 1),
-        jump=_jump(found, max(_error([loss], 1), _error(grads, 1))),
-        modules=tuple(_modules(found)),
+        loss_error=loss_error,
+        gradient_error=gradient_error,
+        jump=_jump(found, program.arrays, max(loss_error, gradient_error)),
+        modules=tuple(_modules(found, notes, equations_of_gradients(found.block, len(names)))),
         parameters=tuple(sorted(parameters, key=lambda row: -row.share)),
         unseen=found.block.not_entered(),
         reference_is_finite=all(np.isfinite(np.asarray(out.exact)).all() for out in outs[: len(names) + 1]),
     )
 
 
-def _modules(evaluated: _Evaluated) -> list[LayerError]:
-    """The rows: modules with half operations that need float32 first, then by their own error."""
-    block, groups = evaluated.block, evaluated.found.groups
-    of_parameters = equations_of_gradients(block, len(evaluated.names))
-    places = {place.number: place for place in block.places()}
+def _modules(found: Grouped, notes: Mapping[Any, Any], of_parameters: Collection[int]) -> list[LayerError]:
+    """The rows: modules with half operations that need float32 first, then by their own error.
+
+    Args:
+        found: The program.
+        notes: The errors of the results that its groups pass on.
+        of_parameters: The equations that compute the gradients of parameters.
+    """
+    groups, places = found.groups, found.places
     dtypes: dict[Group, dict[str, None]] = {group: {} for group in groups.values()}
     denied: dict[Group, dict[str, None]] = {group: {} for group in groups.values()}
     for number, place in places.items():
@@ -308,15 +287,15 @@ def _modules(evaluated: _Evaluated) -> list[LayerError]:
     # A module's arrays, by pass. The gradients of its parameters count as one array, because a single gradient may be
     # pure rounding error: that of a bias before a normalisation is zero in exact arithmetic.
     arrays: dict[tuple[Group, bool], dict[Any, list[Any]]] = {}
-    for (_, number, i), note in evaluated.notes.items():
+    for (_, number, i), note in notes.items():
         backward = places[number].phase == BACKWARD
         together = "parameters" if backward and number in of_parameters else (number, i)
         arrays.setdefault((groups[number], backward), {}).setdefault(together, []).append((number, note))
     rows = []
     for group in dict.fromkeys(group for group, _ in arrays):
-        found = {backward: arrays.get((group, backward), {}) for backward in (False, True)}
-        own = {backward: _largest(found[backward].values(), 2) for backward in found}
-        total = {backward: _largest(found[backward].values(), 1) for backward in found}
+        passed_on = {backward: arrays.get((group, backward), {}).values() for backward in (False, True)}
+        own = {backward: _largest(passed_on[backward], 2) for backward in passed_on}
+        total = {backward: _largest(passed_on[backward], 1) for backward in passed_on}
         site = places[max(own.values())[1]]
         errors = own[False][0], own[True][0], total[False][0], total[True][0]
         where = site.name, site.source, tuple(denied[group])
@@ -331,16 +310,15 @@ def _modules(evaluated: _Evaluated) -> list[LayerError]:
 _ROUNDINGS, _FACTOR, _SHARE = 16, 8, 0.25
 
 
-def _jump(evaluated: _Evaluated, error: float) -> Jump | None:
+def _jump(found: Grouped, arrays: Sequence[Any], error: float) -> Jump | None:
     """The first jump of the total error. Evaluates the program again, and measures each result of the forward pass."""
-    block, found = evaluated.block, evaluated.found
-    lows = [v.aval.dtype for place in block.places() for v in place.outvars if is_half(v)]
+    lows = [v.aval.dtype for place in found.places.values() for v in place.outvars if is_half(v)]
     rounding = max((2.0 ** -(int(compat.finfo(dtype).nmant) + 1) for dtype in lows), default=math.inf)
     if not error > _ROUNDINGS * rounding:
         return None
-    places = {place.number: place for place in block.places() if place.phase == FORWARD and not place.blocks}
+    places = {n: place for n, place in found.places.items() if place.phase == FORWARD and not place.blocks}
     results = [(n, i) for n, place in places.items() for i in range(len(place.outvars))]
-    notes = jax.device_get(evaluated_of(block, found, evaluated.arrays, results)[1])
+    notes = jax.device_get(found.evaluated(arrays, results)[1])
     errors = {(number, i): _error([note], 1) for (_, number, i), note in notes.items()}
     for number, place in places.items():
         carried = sum(is_float(v) for v in place.invars if isinstance(v, compat.Var)) - len(found.reads.get(number, ()))

@@ -43,28 +43,37 @@ Result = tuple[int, int]  # an equation's number and the index of a result
 
 @dataclasses.dataclass(frozen=True)
 class Grouped:
-    """The groups of a program.
+    """A program in groups.
 
     Args:
+        block: The program.
+        places: Its equations, by their number.
         groups: The group of each equation, by its number.
         passed_on: The results, as (number, index), that an equation of another group reads or that the program returns.
         reads: The results that each equation reads, by its number.
         own: Which operands of each equation its own group computes, by its number.
     """
 
+    block: Block
+    places: dict[int, Site]
     groups: dict[int, Group]
     passed_on: frozenset[Result]
     reads: dict[int, tuple[Result, ...]]
     own: dict[int, tuple[bool, ...]]
 
+    def evaluated(self, arrays: Sequence[Any], measured: Iterable[Result]) -> tuple[list[Values], dict[Key, ErrorNote]]:
+        """The results of the program and the errors of some of its values, given its arguments."""
+        arguments = [Values(widened(x), x, x) for x in map(jnp.asarray, arrays)]
+        return EagerLockstep(ErrorProbe(self.places, measured), self.own).block(self.block, arguments)
+
 
 def grouped(block: Block) -> Grouped:
     """The groups of a program, and their results that other groups read or that the program returns."""
-    groups = dict(_groups(block, None))
+    groups, places = dict(_groups(block, None)), {place.number: place for place in block.places()}
     readers = _Readers(groups)
     outs = readers.block(block, [None] * len(block.jaxpr.invars))
     readers.passed_on.update(producers for producers in outs if producers is not None)
-    return Grouped(groups, frozenset(readers.passed_on), readers.reads, readers.own)
+    return Grouped(block, places, groups, frozenset(readers.passed_on), readers.reads, readers.own)
 
 
 def is_transparent(place: Site) -> bool:
@@ -229,14 +238,6 @@ class EagerLockstep(Eager, Lockstep):
         self._compiled: dict[int, Callable[..., Any]] = {}
 
 
-def evaluated(
-    block: Block, found: Grouped, arrays: Sequence[Any], measured: Iterable[Result]
-) -> tuple[list[Values], dict[Key, ErrorNote]]:
-    """The results of a program and the errors of some of its values, given its arguments."""
-    arguments = [Values(widened(x), x, x) for x in map(jnp.asarray, arrays)]
-    return EagerLockstep(ErrorProbe(block, measured), found.own).block(block, arguments)
-
-
 def _from_outside(x: Values) -> Values:
     """A value from another module, with `fresh` reset to the exact value rounded to the dtype in the program."""
     if x.half is x.exact:
@@ -267,11 +268,10 @@ def _at_full_precision(eqn: Any) -> Any:
 class ErrorProbe(Probe):
     """Notes the errors of some results."""
 
-    def __init__(self, block: Block, measured: Iterable[Result]):
-        self.places = {place.number: place for place in block.places()}
+    def __init__(self, places: Mapping[int, Site], measured: Iterable[Result]):
         self.measured: dict[int, list[int]] = {}
         for number, i in sorted(measured):
-            if is_float(self.places[number].eqn.outvars[i]):
+            if is_float(places[number].outvars[i]):
                 self.measured.setdefault(number, []).append(i)
 
     def equation(

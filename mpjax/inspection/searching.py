@@ -229,31 +229,52 @@ def search(
     return _searched(passes, budget, str(policy), getattr(fun, "__name__", type(fun).__name__))
 
 
+Names = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Rules to try.
+
+    Args:
+        rules: The rules.
+        added: What they add to those of the function, as it is written; unique among the choices of a search.
+        names: The modules and lines that they keep in float32, if they name any.
+        patterns: The same as entries of `Rules`.
+    """
+
+    rules: Rules
+    added: str = ""
+    names: Names = ()
+    patterns: Names = ()
+
+
 def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchReport:
     before, flops = passes.error(()), passes.flops()
     scores: Mapping[str, float | None] = dict.fromkeys(flops)
-    kept, needed, rule = Names(), True, None
+    chosen, needed = passes.keeping(()), True
     finite = all(np.isfinite(np.asarray(x)).all() for x in passes.expected)
     if finite and not before <= budget:
-        by_place, primitives = passes.scores()
-        scores = by_place
-        rule = next((rule for rule in _rules(passes, primitives) if passes.is_enough(rule, budget)), None)
+        scores, primitives = passes.scores()
+        rule = next((rule for rule in passes.single_rules(primitives) if passes.is_enough(rule, budget)), None)
         if rule is None:
-            kept, needed = _fewest(passes, [*by_place], budget)
-    total = sum(flops.values()) or 1
-    rows = [SearchedModule(n, is_covered(n, kept), score, flops.get(n, 0) / total) for n, score in scores.items()]
-    key: Any = rule or kept
+            kept, needed = _fewest(passes, [*scores], budget)
+        chosen = rule or passes.keeping(kept)
+    total, (error, half_share) = sum(flops.values()) or 1, passes.tried(chosen)
+    rows = [
+        SearchedModule(n, is_covered(n, chosen.names), score, flops.get(n, 0) / total) for n, score in scores.items()
+    ]
     return SearchReport(
         function=name,
         policy=policy,
         budget=budget,
         error_before=before,
-        error=passes.error(key),
-        keep_float32=kept,
-        patterns=passes.patterns(kept),
-        rules=passes.rules(key),
-        added=passes.added(key),
-        half_share=passes.half_share(key),
+        error=error,
+        keep_float32=chosen.names,
+        patterns=chosen.patterns,
+        rules=chosen.rules,
+        added=chosen.added,
+        half_share=half_share,
         modules=tuple(sorted(rows, key=lambda row: (not row.float32, -(row.score or 0.0)))),
         minimal=needed and not passes.ended,
         kept_dtype="float32" if passes.policy.matmul_dtype is None else str(passes.policy.compute_dtype),
@@ -261,21 +282,6 @@ def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchR
         unseen=passes.unseen,
         reference_is_finite=finite,
     )
-
-
-Names = tuple[str, ...]
-
-
-class Single(str):
-    """One rule as it is written, in place of modules: `deny=["tanh"]`."""
-
-
-def _rules(passes: _Passes, primitives: Sequence[str]) -> Iterator[Single]:
-    """The rules that are tried before any module: they keep matmuls in half, and cure most loops and likelihoods."""
-    if passes.policy.matmul_dtype is None:
-        yield Single('residual_stream="float32"')
-        for name in primitives[:_PRIMITIVES]:
-            yield Single(f'deny=["{name}"]')
 
 
 def _fewest(passes: _Passes, ranked: Sequence[str], budget: float) -> tuple[Names, bool]:
@@ -299,84 +305,80 @@ def is_covered(module: str, kept: Iterable[str]) -> bool:
 
 
 class _Passes:
-    """Runs the gradient under rules, and counts the runs. Rules are the modules in float32, or a `Single`."""
+    """Runs the gradient under rules, and counts the runs."""
 
     def __init__(self, loss: Loss, policy: Any, rules: Rules, args: tuple[Any, ...], loss_scale: float | None):
         self.loss, self.policy, self.args = loss, policy, args
         self.count = 0
         self._rules = rules
-        self._errors, self._shares = dict[Any, float](), dict[Any, float]()
+        self._seen: dict[str, tuple[float, float]] = {}
         start = 1.0 if policy.compute_dtype == jnp.bfloat16 else _FIRST_SCALE
         self._scales = [loss_scale] if loss_scale is not None else _backing_off(start)
         with jax.default_matmul_precision("highest"), autocast_disabled():  # TF32 is too coarse for a reference
             self.expected = self._run(Trial("search", loss.with_named_modules(), args))
-        self._half = self._trial(())
+        self._half = self._trial(Choice(rules))
         self.sites, self.unseen = self._half.sites, not_entered(self._half.sites, evaluated=True)
         self.paths = tuple(dict.fromkeys(site.path for site in self.sites if site.path))
 
-    def rules(self, key: Names | Single) -> Rules:
-        """The rules that keep some modules in float32, or their matmuls out of float8."""
-        if isinstance(key, Single):
-            option, _, value = key.partition("=")
-            text = value.strip('["]')
-            return self._rules.add(deny=[text]) if option == "deny" else self._with(residual_stream=text)
-        patterns = self.patterns(key)
-        if patterns and self.policy.matmul_dtype is not None:
-            float8 = self._rules.float8 or Float8()
-            return self._with(float8=dataclasses.replace(float8, deny=(*float8.deny, *patterns)))
-        return self._rules.add(deny=patterns) if patterns else self._rules
-
-    def _with(self, **options: Any) -> Rules:
-        return dataclasses.replace(self._rules, **options)
-
-    def added(self, key: Names | Single) -> str:
-        """What the rules add, as it is written."""
-        if isinstance(key, Single) or not key:
-            return str(key) if key else ""
-        shown = ", ".join(f'"{pattern}"' for pattern in self.patterns(key))
+    def keeping(self, names: Names) -> Choice:
+        """The rules that keep some modules and lines in float32, or their matmuls out of float8."""
+        if not names:
+            return Choice(self._rules)
+        patterns = tuple(map(self._pattern, names))
+        shown = ", ".join(f'"{pattern}"' for pattern in patterns)
         denied = f"deny=[{shown}]"
-        return denied if self.policy.matmul_dtype is None else f"float8=mpjax.Float8({denied})"
+        if self.policy.matmul_dtype is None:
+            return Choice(self._rules.add(deny=patterns), denied, names, patterns)
+        float8 = self._rules.float8 or Float8()
+        rules = dataclasses.replace(self._rules, float8=dataclasses.replace(float8, deny=(*float8.deny, *patterns)))
+        return Choice(rules, f"float8=mpjax.Float8({denied})", names, patterns)
 
-    def patterns(self, kept: Iterable[str]) -> tuple[str, ...]:
-        """Entries of `Rules` that match these modules and lines, and no others."""
-        return tuple(map(self._pattern, kept))
+    def single_rules(self, primitives: Sequence[str]) -> Iterator[Choice]:
+        """The rules that are tried before modules: they keep matmuls in half, and cure most loops and likelihoods."""
+        if self.policy.matmul_dtype is None:
+            rules = dataclasses.replace(self._rules, residual_stream="float32")
+            yield Choice(rules, 'residual_stream="float32"')
+            for name in primitives[:_PRIMITIVES]:
+                yield Choice(self._rules.add(deny=[name]), f'deny=["{name}"]')
 
     def _pattern(self, path: str) -> str:
+        """An entry of `Rules` that matches a module or a line, and no other."""
         if is_line(path):
             return path
         escaped = path.replace("[", "[[]")
         others = (other for other in self.paths if not is_covered(other, [path]))
         return f"/{escaped}" if any(path_matches(other, f"*/{escaped}") for other in others) else f"*/{escaped}"
 
-    def error(self, key: Names | Single) -> float:
-        """The error under some rules; inf if the passes have ended."""
-        if key not in self._errors:
-            if self.ended:
-                return math.inf
-            trial = self._trial(key) if key else self._half
-            self._errors[key], self._shares[key] = relative_error(self._run(trial), self.expected), trial.half_share
-        return self._errors[key]
+    def error(self, names: Names) -> float:
+        """The error with some modules and lines in float32; inf if the passes have ended."""
+        return self.tried(self.keeping(names))[0]
 
-    def is_enough(self, rule: Single, budget: float) -> bool:
+    def tried(self, choice: Choice) -> tuple[float, float]:
+        """The error under some rules, inf if the passes have ended, and the share of the FLOPs in half."""
+        if choice.added not in self._seen:
+            if self.ended:
+                return math.inf, 0.0
+            trial = self._trial(choice) if choice.added else self._half
+            self._seen[choice.added] = relative_error(self._run(trial), self.expected), trial.half_share
+        return self._seen[choice.added]
+
+    def is_enough(self, rule: Choice, budget: float) -> bool:
         """Whether one rule meets the budget, and leaves almost all FLOPs in half."""
-        return self.error(rule) <= budget and self.half_share(rule) >= _WORTH * self.half_share(())
+        error, share = self.tried(rule)
+        return error <= budget and share >= _WORTH * self.tried(self.keeping(()))[1]
 
     @property
     def ended(self) -> bool:
         """Whether as many passes were run as a search may take."""
         return self.count >= _MOST_PASSES
 
-    def half_share(self, key: Names | Single) -> float:
-        """The share of the FLOPs in half under the rules of a pass that was run."""
-        return self._shares[key]
+    def _under(self, rules: Rules) -> Loss:
+        return self.loss.under(self.policy, rules).with_named_modules()
 
-    def _under(self, key: Names | Single) -> Loss:
-        return self.loss.under(self.policy, self.rules(key)).with_named_modules()
-
-    def _trial(self, key: Names | Single) -> Trial:
+    def _trial(self, choice: Choice) -> Trial:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about operations left in float32, as intended here
-            return Trial("search", self._under(key), self.args)
+            return Trial("search", self._under(choice.rules), self.args)
 
     def scores(self) -> tuple[dict[str, float | None], list[str]]:
         """The scores of modules and lines, and the primitives that lose in several of them, highest first; one pass."""
@@ -384,7 +386,7 @@ class _Passes:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                found = rounding_scores("search", self._under(()), self.args)
+                found = rounding_scores("search", self._under(self._rules), self.args)
             except ValueError:  # A loop that only a derivative rule of the user's differentiates: by work, unscored.
                 return dict.fromkeys(sorted(flops := self.flops(), key=lambda name: -flops[name])), []
         squares = [(site, score**2) for site, score in found]
