@@ -53,15 +53,18 @@ class Collective:
 
 def device_count(args: Any) -> int:
     """The number of devices that the arguments are sharded over."""
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
-    return max((len(s.device_set) for s in shardings if isinstance(s, jax.sharding.Sharding)), default=1)
+    return max(map(len, _device_sets(args)), default=1)
 
 
 def widens_bfloat16(args: Any) -> bool:
     """Whether the collectives are those of XLA's CPU backend, which sends bfloat16 arrays in float32."""
+    platforms = [device.platform for devices in _device_sets(args) for device in devices]
+    return next(iter(platforms), compat.platform()) == "cpu"
+
+
+def _device_sets(args: Any) -> list[set[jax.Device]]:
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
-    devices: list[Any] = [d for s in shardings if isinstance(s, jax.sharding.Sharding) for d in s.device_set]
-    return (devices[0].platform if devices else compat.platform()) == "cpu"
+    return [s.device_set for s in shardings if isinstance(s, jax.sharding.Sharding)]
 
 
 def collectives_of_call(program: TracedCall) -> tuple[Collective, ...]:

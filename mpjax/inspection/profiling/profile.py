@@ -207,33 +207,21 @@ def report_of(
         notes: Further notes.
     """
     gpu = detailed.trace.gpu and capability is not None
-    split = kernels.split(whole.trace, whole.events, whole.start, whole.steps, whole.compiled)
-    found = kernels.summed(detailed.events, detailed.instructions, detailed.steps, gpu, capability)
     report = ProfileReport(
         device=device,
         steps=whole.steps,
         step_seconds=timing.step,
         compile_seconds=timing.compile,
         compiled_seconds=timing.compiled,
-        split=split,
-        kernels=found,
+        split=kernels.split(whole.trace, whole.events, whole.start, whole.steps, whole.compiled),
+        kernels=kernels.summed(detailed.events, detailed.instructions, detailed.steps, gpu, capability),
         gpu=gpu,
         advice=(),
         notes=(*notes, *_notes(whole, gpu)),
         recompilation=whole.recompilation,
     )
-    advice = advise(
-        split,
-        found,
-        gpu,
-        recompilation=whole.recompilation,
-        callbacks=[i for i in detailed.instructions.values() if i.kind == hlo.CALLBACK],
-        outside=report.outside_share,
-        jitted=jitted,
-        copied=copied,
-        ranked=report.reliable,
-    )
-    return dataclasses.replace(report, advice=advice)
+    callbacks = [i for i in detailed.instructions.values() if i.kind == hlo.CALLBACK]
+    return dataclasses.replace(report, advice=advise(report, callbacks=callbacks, jitted=jitted, copied=copied))
 
 
 def _peak(device: str, matmuls: Sequence[Matmul]) -> float | None:

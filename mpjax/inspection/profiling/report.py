@@ -258,36 +258,27 @@ class Advice:
 
 
 def advise(
-    split: Split,
-    kernels: Sequence[Kernel],
-    gpu: bool,
+    report: ProfileReport,
     *,
-    recompilation: Recompilation | None = None,
     callbacks: Sequence[hlo.Instruction] = (),
-    outside: float | None = None,
     jitted: bool = True,
     copied: int = 0,
-    ranked: bool = True,
 ) -> tuple[Advice, ...]:
     """Advice on a step, ranked by the share of its time.
 
     Args:
-        split: The split of the step's time.
-        kernels: The step's kernels.
-        gpu: Whether it ran on a GPU. Advice on half precision applies only there.
-        recompilation: The step's recompilation during the measurement.
+        report: Its measurement, without advice. Advice on half precision applies only on a GPU.
         callbacks: The step's host callbacks.
-        outside: For a step that is not jitted, the share of its time that the compiled step does not take.
         jitted: Whether the step is one compiled program.
         copied: The bytes of NumPy arrays among the arguments of each call, which it copies to the device.
-        ranked: Whether the kernels' times are reliable.
     """
-    found = [_advice("input pipeline", split.input / split.wall)]
-    waiting = split.dispatch / split.wall
+    gpu, recompilation = report.gpu, report.recompilation
+    found = [_advice("input pipeline", report.input_share)]
+    waiting = report.dispatch_share
     if recompilation:
         pass  # What else the host does, no measurement tells: a jit of all of it might fix a value that changes.
-    elif outside is not None:
-        found.append(_advice("code outside of jit", outside))
+    elif report.outside_share is not None:
+        found.append(_advice("code outside of jit", report.outside_share))
     elif not jitted:
         found.append(_advice("host work in the step", waiting))
     elif gpu and callbacks:
@@ -303,14 +294,14 @@ def advise(
         )
         remedy = "pad batches to one shape or to a few, and drop a smaller last one"
         remedy = remedy if recompilation.changed else "make a function once, and a value that changes an array argument"
-        found.append(_advice("recompilation", split.compilation / split.wall, again, remedy))
+        found.append(_advice("recompilation", report.compilation_share, again, remedy))
     # Kernels may overlap, so their times are scaled to add up to the device time.
-    scale = split.device / split.wall / (sum(kernel.seconds for kernel in kernels) or 1.0)
+    scale = report.device_share / (report.kernel_seconds or 1.0)
     by_limit: dict[str, list[Kernel]] = {}
-    for kernel in kernels:
+    for kernel in report.kernels:
         by_limit.setdefault(limit_of(kernel, gpu), []).append(kernel)
     for limit, chosen in by_limit.items():
-        if limit in _LIMITS and (ranked or limit == "host callbacks"):
+        if limit in _LIMITS and (report.reliable or limit == "host callbacks"):
             times = totals((kernel.module, kernel.seconds) for kernel in chosen)
             most = max(times, key=lambda module: times[module])
             detail = f", the most in {most}" if most else ""

@@ -150,7 +150,7 @@ class Stepper:
         if carry is not None and not 0 <= carry <= len(args):
             raise ValueError(f"carry={carry}: must be from 0 to the number of arguments, {len(args)}")
         self.step, self.jitted, self._kwargs = step, hasattr(step, "lower"), dict(kwargs or {})
-        self._batches = None if batches is None else _Batches(batches)
+        self._batches = None if batches is None else _endless(batches)
         self.last_batch = self._next()
         _check_call(step, (*args, *self.last_batch), self._kwargs)
         self.text, self.compile_seconds, self.why_not = "", 0.0, ""
@@ -300,28 +300,19 @@ def _check_call(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         ) from None
 
 
-class _Batches(Iterator[Any]):
-    """An iterator over batches that restarts a collection when it ends."""
-
-    def __init__(self, batches: Iterable[Any]):
-        self._source = batches
-        self._iterator = iter(batches)
-        self._given = 0
-
-    def __next__(self) -> Any:
-        try:
-            batch = next(self._iterator)
-        except StopIteration:
-            if self._iterator is self._source or not self._given:
-                raise ValueError(
-                    f"batches ended after {self._given}: a profile reads 2 * steps + 7, on a GPU up to steps + 2 more, "
-                    "and where their shapes change up to steps + 8 more. "
-                    "Pass a list or a data set that can be read again, itertools.cycle(...), or fewer steps"
-                ) from None
-            self._iterator = iter(self._source)
-            batch = next(self._iterator)
-        self._given += 1
-        return batch
+def _endless(batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches, again from the start when a collection ends."""
+    given, before = 0, -1
+    while given > before:
+        before = given
+        for batch in batches:
+            given += 1
+            yield batch
+    raise ValueError(
+        f"batches ended after {given}: a profile reads 2 * steps + 7, on a GPU up to steps + 2 more, "
+        "and where their shapes change up to steps + 8 more. "
+        "Pass a list or a data set that can be read again, itertools.cycle(...), or fewer steps"
+    )
 
 
 def seconds_per_step(

@@ -12,7 +12,7 @@ import pytest
 import mpjax
 from mpjax.inspection.profiling import hlo
 from mpjax.inspection.profiling.kernels import Kernel, Split
-from mpjax.inspection.profiling.report import advise
+from tests.inspection.profiling.gpu_traces import advised
 
 W = jax.device_put(np.eye(16, dtype=np.float32))
 
@@ -79,7 +79,7 @@ def test_work_of_the_host_in_a_step_is_not_called_dispatch(tmp_path):
 
 def test_arrays_that_each_call_copies_are_named():
     split = Split(device=1, input=0, dispatch=3)
-    (advice,) = advise(split, (), True, copied=16 << 20)
+    (advice,) = advised(split, copied=16 << 20)
     assert "16.8 MB of NumPy arrays" in str(advice)
     assert "jax.device_put" in str(advice)
 
@@ -110,14 +110,14 @@ def test_host_callbacks_are_named_with_their_line(kind, capfd):
 
 def test_on_a_gpu_waiting_for_a_callback_is_said_where_the_device_waits():
     callback = hlo.Instruction("pure_callback.1", hlo.CALLBACK, "", "a.py:3", "/a.py", False)
-    (advice,) = advise(Split(device=1, input=0, dispatch=3), (), True, callbacks=[callback])
+    (advice,) = advised(Split(device=1, input=0, dispatch=3), callbacks=[callback])
     assert advice.limit == "host callbacks"
     assert "pure_callback at a.py:3" in advice.text
 
 
 def test_a_step_that_mostly_updates_parameters_is_limited_by_the_optimizer():
     update = Kernel("k", "op", "elementwise", "", "", "/x/optax/transform.py", False, "", 0.9, 8.0, False, "")
-    (advice,) = advise(Split(device=1, input=0, dispatch=0), [update], gpu=True)
+    (advice,) = advised(Split(device=1, input=0, dispatch=0), [update])
     assert advice.limit == "optimizer"
     assert "optax.flatten" in advice.text
     assert advice.share == 1

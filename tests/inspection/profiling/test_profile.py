@@ -18,10 +18,9 @@ from mpjax.inspection.profiling.hlo import HloModule
 from mpjax.inspection.profiling.kernels import Kernel, Split
 from mpjax.inspection.profiling.profile import Recording, Timing, report_of
 from mpjax.inspection.profiling.profiler_trace import read
-from mpjax.inspection.profiling.report import advise
 from mpjax.inspection.profiling.stepping import Stepper, seconds_per_step
 from testing.gpu_program import GPU_PROGRAM
-from tests.inspection.profiling.gpu_traces import Span, kernel, profile_data, transfer
+from tests.inspection.profiling.gpu_traces import Span, advised, kernel, profile_data, transfer
 
 ON = """volta_h884gemm_128x128_ldg8_nn volta_fp16_s884cudnn_fp16_128x128_ldg8_relu_exp_small_nhwc_tn_v1
 turing_fp16_s1688cudnn_fp16_256x128_ldg8_relu_f2f_exp_small_nhwc_tn_v1 turing_h1688gemm_128x128_nn
@@ -250,7 +249,7 @@ def test_float32_matmuls_on_a_gpu_are_the_first_advice():
 )
 def test_each_fault_has_its_advice(split, given, advice):
     kernel = Kernel("k", "op", "other", "Net", "a.py:1", "/x/a.py", False, "", 1.0, 1.0, None, "")
-    texts = [found.text for found in advise(split, [dataclasses.replace(kernel, **given)], gpu=False)]
+    texts = [found.text for found in advised(split, [dataclasses.replace(kernel, **given)], gpu=False)]
     assert any(text.startswith(advice) for text in texts)
 
 
@@ -264,7 +263,7 @@ def test_a_step_of_matmuls_is_limited_by_these(gpu):
 
 def test_nothing_is_advised_where_nothing_stands_out():
     kernel = Kernel("k", "op", "matmul", "Net", "a.py:1", "/x/a.py", False, "f16", 1.0, 1.0, True, "")
-    assert advise(Split(device=0.97, input=0.01, dispatch=0.02), [kernel], gpu=True) == ()
+    assert advised(Split(device=0.97, input=0.01, dispatch=0.02), [kernel]) == ()
 
 
 def test_input_that_is_hidden_behind_the_device_costs_nothing():
