@@ -22,7 +22,7 @@ from mpjax.loss_scale.state import LossScaleState, find_loss_scale_state
 from mpjax.policy import is_castable
 from mpjax.program import compat, contexts
 from mpjax.program import objects as nnx_calls
-from mpjax.program.graph import Block, Site, lay_out, walk
+from mpjax.program.graph import Site, lay_out, walk
 from mpjax.program.host import in_host_memory
 from mpjax.program.interpreter import (
     COMPILER_OPTIONS,
@@ -262,55 +262,28 @@ def rounding_scores(caller: str, loss: Loss, args: Sequence[Any]) -> list[tuple[
             return outs
         at = lows[place.number]
         rounded = _rounded(place, iteration, lax.stop_gradient(ins), lax.stop_gradient(outs))[at]
-        error = jnp.where(jnp.isfinite(rounded), rounded - outs[at], 0)
-        nudged = outs[at] + steps[str(place.number)] * lax.stop_gradient(error)
+        error, step = lax.stop_gradient(rounded - outs[at]), steps[str(place.number)]
+        held, overflows = jnp.isfinite(rounded), jnp.isfinite(outs[at]) & ~jnp.isfinite(rounded)
+        nudged = outs[at] + step * jnp.where(held, error, 0)
+        # The derivative of a root at 0 is infinite, and so is the score.
+        nudged += jnp.where(overflows, jnp.sqrt(jnp.where(overflows, step, 1)), 0)
         return [nudged if i == at else out for i, out in enumerate(outs)]
 
     @functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
-    @functools.partial(jax.value_and_grad, has_aux=True)
+    @jax.value_and_grad
     def scored(steps: Any, arrays: Any, consts: Any) -> Any:
-        evaluation = _Differentiable(_Overflows(lows), wide=True, replace=Partial(nudge, steps))
-        outs, overflows = evaluation.block(block, arrays, consts=consts)
-        return outs[first].astype(np.float32), overflows
+        evaluation = _Differentiable(Probe(), wide=True, replace=Partial(nudge, steps))
+        return evaluation.block(block, arrays, consts=consts)[0][first].astype(np.float32)
 
     steps = {str(n): jnp.zeros(p.outvars[lows[n]].aval.shape, np.float32) for n, p in places.items()}
-    (value, overflows), found = jax.device_get(scored(steps, arrays, consts))
+    value, found = jax.device_get(scored(steps, arrays, consts))
     size = abs(float(value)) or 1.0
 
     def score(number: int) -> float:
         norm = float(np.linalg.norm(np.asarray(found[str(number)], np.float64))) / size
-        return math.inf if overflows.get((number,), False) or not math.isfinite(norm) else norm
+        return norm if math.isfinite(norm) else math.inf
 
     return [(place, score(number)) for number, place in places.items()]
-
-
-class _Overflows(Probe):
-    """Notes whether finite results overflow in the dtype that the program stores them in.
-
-    Args:
-        lows: The index of the result, by the number of the equation.
-    """
-
-    def __init__(self, lows: Mapping[int, int]):
-        self._lows = lows
-
-    def equation(
-        self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
-    ) -> dict[Any, Any]:
-        if place.number not in self._lows:
-            return {}
-        at = self._lows[place.number]
-        rounded = lax.stop_gradient(_to_half_and_back(outs[at], place.outvars[at].aval.dtype))
-        return {(place.number,): jnp.any(jnp.isfinite(outs[at]) & ~jnp.isfinite(rounded))}
-
-    def keys(self, block: Block) -> Sequence[Any]:
-        return [(number,) for number in self._lows if block.start <= number < block.end]
-
-    def empty(self, key: Any) -> Any:
-        return jnp.asarray(False)
-
-    def merge(self, key: Any, a: Any, b: Any) -> Any:
-        return a | b
 
 
 class _Differentiable(Instrumented):

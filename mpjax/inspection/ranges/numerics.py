@@ -350,7 +350,7 @@ class _Measuring:
 
     def _may_be_half(self, row: _Row) -> bool:
         dtypes = self.dtypes[row]
-        return self.limits.dtype.name in dtypes if self.has_half else _rule(row.op) not in ("float32", "as traced")
+        return self.limits.dtype.name in dtypes if self.has_half else primitive(row.op).op not in (Op.DENY, Op.OPAQUE)
 
     def _scales(self, kept: Iterable[str]) -> tuple[float | None, float | None]:
         """The largest safe and the recommended scale for all other modules, in batches that are no outliers."""
@@ -431,9 +431,3 @@ def _by_exponent(tally: Tally) -> dict[int, int]:
 
 def _dtypes(place: Site) -> list[str]:
     return [v.aval.dtype.name for v in place.eqn.outvars if is_inexact(v)]
-
-
-def _rule(op: str) -> str:
-    """The rule for a primitive in autocast's default lists."""
-    listed = primitive(op).op
-    return {Op.ALLOW: "half", Op.DENY: "float32", Op.OPAQUE: "as traced"}.get(listed, "follows") if op else ""
