@@ -380,6 +380,16 @@ def duration(seconds: float) -> str:
     return amount(seconds, "s")
 
 
+def scale_text(scale: float) -> str:
+    """A loss scale as text; large ones as powers of two.
+
+    Example:
+        >>> scale_text(1.0), scale_text(2.0**15), scale_text(2.0**24)
+        ('1', '32768', '2^24')
+    """
+    return f"{scale:g}" if scale < 2**20 else f"2^{round(math.log2(scale))}"
+
+
 def written(text: str, path: str | os.PathLike[str] | None) -> str:
     """Writes the text to `path`, if one is given, and returns it."""
     if path is not None:

@@ -14,17 +14,7 @@ from mpjax.inspection.comparison.statistics import parted_at
 from mpjax.inspection.comparison.training import Run, Training, make_training
 from mpjax.inspection.layer_errors import LayerwiseReport, layerwise_error
 from mpjax.inspection.ranges.numerics import NumericsReport, numerics
-from mpjax.inspection.reports import Section, percent
-
-
-def power(scale: float) -> str:
-    """A loss scale as text; large ones as powers of two.
-
-    Example:
-        >>> power(1.0), power(2.0**15), power(2.0**24)
-        ('1', '32768', '2^24')
-    """
-    return f"2^{round(math.log2(scale))}" if scale > 2**16 else f"{scale:g}"
+from mpjax.inspection.reports import Section, percent, scale_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,15 +73,15 @@ def _evidence_lines(found: Evidence, baseline: str) -> Iterator[str]:
     if not scales:
         yield "no loss scaling"
     elif len(scales) == 1:
-        yield f"loss scale {power(scales[0])} throughout; {found.skipped} of {found.steps} steps skipped"
+        yield f"loss scale {scale_text(scales[0])} throughout; {found.skipped} of {found.steps} steps skipped"
     else:
         yield (
-            f"loss scale {power(min(scales))} to {power(max(scales))}, {len(scales) - 1} changes, finally "
-            f"{power(scales[-1])} (seed {found.seed}); {found.skipped} of {found.steps} steps skipped"
+            f"loss scale {scale_text(min(scales))} to {scale_text(max(scales))}, {len(scales) - 1} changes, finally "
+            f"{scale_text(scales[-1])} (seed {found.seed}); {found.skipped} of {found.steps} steps skipped"
         )
     at = f"at {baseline}'s parameters after {found.step} steps of seed {found.seed}"
     if found.ranges is not None:
-        flushed, scale = found.ranges.flushed_at(found.ranges.loss_scale), power(found.ranges.loss_scale)
+        flushed, scale = found.ranges.flushed_at(found.ranges.loss_scale), scale_text(found.ranges.loss_scale)
         yield f"{percent(flushed)} of the activation gradients are flushed to zero at loss scale {scale}, {at}"
     if found.errors is not None:
         worst = sorted(found.errors.parameters, key=lambda row: -row.error)[:3]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.inspection.ranges.range_statistics import Float8Range, Limits, together_float8
-from mpjax.inspection.reports import Report, Section, folded_rows, percent, short_dtypes
+from mpjax.inspection.reports import Report, Section, folded_rows, percent, scale_text, short_dtypes
 
 _MUCH = 0.05  # the share of flushed gradients from which the loss scale is the first thing to say
 
@@ -177,7 +177,7 @@ class NumericsReport(Report):
         """The section of `activations`, `gradients` or `parameters`."""
         names = {"activations": "Activations by module", "gradients": "Gradients of activations by module"}
         title = names.get(field, "Gradients of parameters")
-        at_scale = "" if field == "activations" else f"At loss scale {_scale(self.loss_scale)}."
+        at_scale = "" if field == "activations" else f"At loss scale {scale_text(self.loss_scale)}."
         columns = "parameter" if field == "parameters" else "module"
         columns += "|in|>max|>min nonzero|>zeros|>flushed|>overflowed"
         return Section(title, at_scale, columns, [*map(_cells, _folded(getattr(self, field)))])
@@ -200,7 +200,7 @@ class NumericsReport(Report):
         lines += self.notes
         lines.append(
             f"Ranges of {self.batches} batch{'es' if self.batches != 1 else ''}, run in float32, against {self.dtype}; "
-            f"loss scale {_scale(self.loss_scale)}."
+            f"loss scale {scale_text(self.loss_scale)}."
         )
         return "\n".join(lines)
 
@@ -238,7 +238,7 @@ class NumericsReport(Report):
         elif self.flushed_at(self.loss_scale) > _MUCH:
             yield (
                 f"{self.dtype} flushes {self.flushed_at(self.loss_scale):.0%} of the activation gradients to zero at "
-                f"loss scale {_scale(self.loss_scale)}: use a loss scale, see below"
+                f"loss scale {scale_text(self.loss_scale)}: use a loss scale, see below"
             )
         else:
             yield "no module needs to be kept in float32 for its range"
@@ -249,7 +249,9 @@ class NumericsReport(Report):
                 )
 
     def _trials(self) -> Section:
-        rows = [(row.what, _scale(row.loss_scale), percent(row.error), f"{row.half_share:.1%}") for row in self.trials]
+        rows = [
+            (row.what, scale_text(row.loss_scale), percent(row.error), f"{row.half_share:.1%}") for row in self.trials
+        ]
         text = f"on batch {self.trials[0].batch}" if self.trials and self.batches > 1 else ""
         columns = "tried under autocast|>loss scale|>error of the gradients|>FLOPs in half"
         return Section("", text, columns, rows)
@@ -259,23 +261,24 @@ class NumericsReport(Report):
             bad = any(row.nonfinite for row in self.parameters)
             shows = "are not finite in float32 either: mpjax.find_nonfinite shows where" if bad else "are all zero"
             return [f"The gradients {shows}."]
+        safe = scale_text(self.largest_safe_scale)
         if self.init_scale == 1 and self.dtype == "bfloat16":
             why = "(float32's range: none is needed)"
         elif self.init_scale == self.largest_safe_scale / 4:
             why = "(a quarter of that)"
         else:
-            why = f"(the allowed scale nearest to a quarter of the largest safe one, {_scale(self.largest_safe_scale)})"
+            why = f"(the allowed scale nearest to a quarter of the largest safe one, {safe})"
         scales = dict.fromkeys((1.0, self.loss_scale, self.init_scale))
-        shares = ", ".join(f"{self.flushed_at(s):.2%} at scale {_scale(s)}" for s in scales)
+        shares = ", ".join(f"{self.flushed_at(s):.2%} at scale {scale_text(s)}" for s in scales)
         rest = " of all the others" if self.keep_float32 or self.outliers else ""
         word = "recommended" if self.trials or self.dtype == "bfloat16" else "not tried"
         if self.trials and not math.isfinite(self.trials[-1].error):
             word = "of no use alone"
         elif len(self.trials) > 1 and self.trials[1].error > 1.05 * self.trials[0].error:
-            word = f"no better than {_scale(self.loss_scale)}"
+            word = f"no better than {scale_text(self.loss_scale)}"
         return [
-            f"largest safe loss scale{rest}: {_scale(self.largest_safe_scale)}; {word}: "
-            f"init_scale={_scale(self.init_scale).replace('2^', '2.0**')} {why}",
+            f"largest safe loss scale{rest}: {safe}; {word}: "
+            f"init_scale={scale_text(self.init_scale).replace('2^', '2.0**')} {why}",
             f"activation gradients flushed to zero: {shares}",
         ]
 
@@ -315,8 +318,3 @@ def _cells(row: Range) -> tuple[str, ...]:
 def _op_cells(row: Range) -> tuple[str, ...]:
     shares = (percent(row.flushed), percent(row.overflowed))
     return (row.op, row.source, row.phase, short_dtypes(row.dtypes), f"{row.max:.4g}", *shares, row.name or "-")
-
-
-def _scale(scale: float) -> str:
-    """A loss scale as text; large ones as powers of two."""
-    return f"{scale:g}" if scale < 2**20 else f"2^{round(math.log2(scale))}"
