@@ -248,21 +248,11 @@ def _from_outside(x: Values) -> Values:
     return Values(x.exact, x.half, _narrowed(x.exact, dtype) if is_half(x.half) else cast(x.exact, dtype))
 
 
-class _Equation(NamedTuple):
-    """An equation with other parameters, with the attributes that `bind_wide` reads."""
-
-    primitive: Any
-    params: dict[str, Any]
-    invars: Sequence[Any]
-    outvars: Sequence[Any]
-
-
 def _at_full_precision(eqn: Any) -> Any:
     """Sets the highest precision on a matmul without one, which would run in TF32 on a GPU and bfloat16 on a TPU."""
     if eqn.primitive.name not in ("dot_general", "conv_general_dilated") or eqn.params["precision"] is not None:
         return eqn
-    params = {**eqn.params, "precision": (lax.Precision.HIGHEST,) * 2}
-    return _Equation(eqn.primitive, params, eqn.invars, eqn.outvars)
+    return eqn.replace(params={**eqn.params, "precision": (lax.Precision.HIGHEST,) * 2})
 
 
 class ErrorProbe(Probe):
