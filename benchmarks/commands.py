@@ -36,6 +36,17 @@ def publish(name: str, results: Any, table: str, out: pathlib.Path) -> None:
     save(name, results, out).with_suffix(".md").write_text(table)
 
 
+def number(value: float | None, form: str) -> str:
+    """A formatted number; a dash if there is none."""
+    return "-" if value is None else form.format(value)
+
+
+def with_quartiles(row: dict[str, Any]) -> str:
+    """A ratio of `perf.timing.ratios` with its quartiles."""
+    low, high = row["ratio_quartiles"]
+    return f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
+
+
 def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table."""
     lines = (f"| {' | '.join(map(str, line))} |" for line in (header, *rows))

@@ -127,12 +127,11 @@ def passes_table(results: dict[str, dict[str, Row]], longest: int = 6) -> str:
     groups = {name: {name} for name in (*_KERNELS.values(), *passes[:longest])}
     groups["all other passes"] = every.difference(groups)
     groups["together"] = every
-    lines = [f"| milliseconds, {len(results)} programs | " + " | ".join(forms) + " |", "|---" * (len(forms) + 1) + "|"]
+    lines = []
     for title, names in groups.items():
         sums = {form: sum(times[form][name] for name in names) for form in forms}
-        cells = [f"{sums[form]:.0f} ({sums[form] / sums['float32']:.2f})" for form in forms]
-        lines.append(f"| {title} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append([title, *(f"{sums[form]:.0f} ({sums[form] / sums['float32']:.2f})" for form in forms)])
+    return commands.markdown([f"milliseconds, {len(results)} programs", *forms], lines)
 
 
 def main() -> None:

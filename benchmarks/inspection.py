@@ -178,25 +178,25 @@ def measure_watch(rounds: int) -> Row:
 
 def table(results: Row) -> str:
     """Markdown tables of the times by model, then of the steps of `watch`."""
-    lines = []
-    if results.get("times"):
-        lines += [
-            "| model | what runs | CPU seconds | ratio | to compiling and running once |",
-            "|---|---|---|---|---|",
+    tables = []
+    if times := results.get("times"):
+        rows = [
+            (model, name, f"{row['seconds']:.1f}", f"{row['ratio']:.2f}", f"the {row['to']}")
+            for model, of_model in times.items()
+            for name, row in of_model.items()
         ]
-    for model, rows in results.get("times", {}).items():
-        lines += [
-            f"| {model} | {name} | {row['seconds']:.1f} | {row['ratio']:.2f} | the {row['to']} |"
-            for name, row in rows.items()
-        ]
+        header = ("model", "what runs", "CPU seconds", "ratio", "to compiling and running once")
+        tables.append(commands.markdown(header, rows))
     if found := results.get("watch"):
-        lines += [""] if lines else []
-        lines += ["| steps with `mpjax.watch` | CPU ms | ratio to no watch | quartiles |", "|---|---|---|---|"]
+        steps = []
         for name, row in found["steps"].items():
             low, high = row["ratio_quartiles"]
-            lines.append(f"| {name} | {row['milliseconds']:.0f} | {row['ratio']:.3f} | {low:.3f} to {high:.3f} |")
-        lines += ["", f"Cost of `watch` with every={EVERY}: {found[f'cost at every={EVERY}']:.1%} of a step."]
-    return "\n".join(lines) + "\n"
+            steps.append((name, f"{row['milliseconds']:.0f}", f"{row['ratio']:.3f}", f"{low:.3f} to {high:.3f}"))
+        tables.append(
+            commands.markdown(("steps with `mpjax.watch`", "CPU ms", "ratio to no watch", "quartiles"), steps)
+        )
+        tables.append(f"Cost of `watch` with every={EVERY}: {found[f'cost at every={EVERY}']:.1%} of a step.\n")
+    return "\n".join(tables)
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from unittest import mock
 
 import jax
 
-from benchmarks import RESULTS
+from benchmarks import RESULTS, commands
 from benchmarks.training.cells import Cell, Results
 from benchmarks.training.configurations import training
 from benchmarks.training.dry_run import lowered
@@ -148,32 +147,33 @@ def modelled(model: str, name: str) -> Row:
 
 def table(results: dict[str, dict[str, Row]], measured: dict[str, dict[str, Row]]) -> str:
     """The modelled times as Markdown."""
-    lines = [
+    text = (
         "**Modelled, not measured**, but for the columns that say so: XLA compiled each step at full size for an H200 "
         "that was not there, and `mpjax.planning.kernel_time` gave the time of each kernel. `(as measured)` keeps the "
         "statistics of rows of more than 1,024 elements and scatters the gradient of labels, as the version did that "
         "was measured; this one keeps those of more than 128, and compares. Contended atomics are not modelled: by "
         "hand, BERT sums the gradient of its segment table, `bf16[2,768]`, by 25 million of them. With "
-        "`float32_embeddings` it does not: that is the fair baseline.",
-        "",
-        "| model | step | modelled | / by hand | of it matmuls | other kernels | measured step | modelled / measured "
-        "| measured other kernels | modelled / measured | planned memory | / by hand | kernels |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for model, rows in results.items():
-        for name, row in rows.items():
-            lines.append(_line(model, name, row, rows, measured.get(model, {})))
-    return "\n".join(lines) + "\n"
+        "`float32_embeddings` it does not: that is the fair baseline.\n\n"
+    )
+    header = ("model", "step", "modelled", "/ by hand", "of it matmuls", "other kernels", "measured step")
+    header += ("modelled / measured", "measured other kernels", "modelled / measured")
+    header += ("planned memory", "/ by hand", "kernels")
+    lines = (
+        _line(model, name, row, rows, measured.get(model, {}))
+        for model, rows in results.items()
+        for name, row in rows.items()
+    )
+    return text + commands.markdown(header, lines)
 
 
-def _line(model: str, name: str, row: Row, rows: dict[str, Row], measured: dict[str, Row]) -> str:
+def _line(model: str, name: str, row: Row, rows: dict[str, Row], measured: dict[str, Row]) -> list[str]:
     plain = name.removesuffix(AS_MEASURED)
     base = rows.get(ATTENTION[0] if plain in ATTENTION else BASELINES.get(model, HAND), {})
     # What autocast does has changed since it was measured.
     was = measured.get(plain, {}) if plain != name or not plain.startswith(AUTO) else {}
     other = row["milliseconds"] - row["tensor_core_milliseconds"]
     was_other = was["milliseconds"] * (1 - was["tensor_core_share"]) if was else 0.0
-    cells = [
+    return [
         model,
         name,
         f"{row['milliseconds']:.1f} ms",
@@ -186,18 +186,16 @@ def _line(model: str, name: str, row: Row, rows: dict[str, Row], measured: dict[
         f"{row['planned_bytes'] / base['planned_bytes']:.3f}" if base else "-",
         f"{row['kernels']:,}",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.parser(__doc__)
     add = parser.add_argument
     add("--only", nargs="+", choices=[*CELLS], default=[*CELLS], help="only these models")
     add("--alarm", action="store_true", help="look for crowded kernels; the exit status is 1 if there are any")
     add("--layers", type=int, default=1, help="layers of the models, with --alarm (default: 1)")
     add("--lengths", type=int, nargs="+", help="lengths of the text models, with --alarm")
     add("--widths", type=int, nargs="+", help="widths of the transformers, with --alarm")
-    add("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     args = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)
     if args.alarm:
@@ -206,12 +204,8 @@ def main() -> None:
     if missing := kernel_time.unavailable(TARGET):
         raise SystemExit(missing)
     results = Results(args.out / "kernels_h200.json")
-    command = "python -m benchmarks.kernels"
-    results.content["environment"] = {
-        "device": "NVIDIA H200 (compiled for, not run on)",
-        "command": command,
-        **versions(),
-    }
+    device, command = "NVIDIA H200 (compiled for, not run on)", "python -m benchmarks.kernels"
+    results.content["environment"] = {"device": device, "command": command, **versions()}
     for model in args.only:
         for name in CELLS[model]:
             row = modelled(model, name)

@@ -13,10 +13,8 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
-import json
 import pathlib
 import resource
 import statistics
@@ -27,7 +25,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks import RESULTS, commands
+from benchmarks import commands
+from perf.results import previous
 from perf.timing import interleaved, ratios
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -197,27 +196,21 @@ def table(results: dict[str, Any]) -> str:
     }
     for part, (title, base) in titles.items():
         if part in results:
-            lines += ["", f"{title}:", "", f"| | {base}, ms | over it |", "|---|---|---|"]
-        for name, row in results.get(part, {}).items():
-            cells = (f"{form} {_with_quartiles(found)}" for form, found in row.items() if form != base)
-            lines.append(f"| {name} | {row[base]['milliseconds']:.3g} | {'; '.join(cells)} |")
+            rows = []
+            for name, row in results[part].items():
+                cells = (f"{form} {commands.with_quartiles(found)}" for form, found in row.items() if form != base)
+                rows.append((name, f"{row[base]['milliseconds']:.3g}", "; ".join(cells)))
+            lines += ["", f"{title}:", "", commands.markdown(("", f"{base}, ms", "over it"), rows).rstrip()]
     return (
         "\n".join([*lines, "", "All times are CPU times, ratios medians (quartiles) of rounds in one process."]) + "\n"
     )
 
 
-def _with_quartiles(found: dict[str, Any]) -> str:
-    low, high = found["ratio_quartiles"]
-    return f"{found['ratio']:.2f} ({low:.2f} to {high:.2f})"
-
-
 def run_foreign(folder: pathlib.Path, names: Sequence[str], out: pathlib.Path) -> None:
     """Runs scripts of fetched repositories, and merges the results into a file of their own, row by row."""
     from benchmarks.foreign_scripts import scripts
-    from perf.results import save
 
-    path = out / "launcher_foreign_cpu.json"
-    rows = json.loads(path.read_text())["results"] if path.exists() else {}
+    rows = previous("launcher_foreign", out)
     for name in names:
         script, row = scripts.SCRIPTS[name], rows.get(name)
         right = row if row is not None and scripts.verdict(row) == "yes" else None
@@ -225,16 +218,15 @@ def run_foreign(folder: pathlib.Path, names: Sequence[str], out: pathlib.Path) -
         if not is_current and (folder / script.path).exists():
             rows[name] = (right and scripts.kept(folder, script, right)) or scripts.row_of(folder, script)
             rows = {name: rows[name] for name in scripts.SCRIPTS if name in rows}
-            save("launcher_foreign", rows, out).with_suffix(".md").write_text(scripts.table(rows))
+            commands.publish("launcher_foreign", rows, scripts.table(rows), out)
     print(scripts.table(rows))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.parser(__doc__)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--scripts", nargs="+", metavar="NAME", help="only these scripts of others")
     parser.add_argument("--rounds", type=int, default=200, help="timed rounds of the steps")
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--foreign", type=pathlib.Path, metavar="FOLDER", help="run others' repositories in it instead")
     args = parser.parse_args()
     if args.foreign:
@@ -248,13 +240,7 @@ def main() -> None:
 
         run_foreign(args.foreign, args.scripts or list(SCRIPTS), args.out)
         return
-    from perf.results import previous, save
-
     results = {part: found for part, found in previous("launcher", args.out).items() if part in PARTS}
-
-    def write() -> None:
-        path = save("launcher", results, args.out)
-        path.with_suffix(".md").write_text(table(results))
 
     measures = {
         "startup": lambda: measure_startup(7),
@@ -264,7 +250,7 @@ def main() -> None:
     }
     for part in args.parts:
         results[part] = measures[part]()
-        write()
+        commands.publish("launcher", results, table(results), args.out)
     print(table(results))
 
 

@@ -147,8 +147,7 @@ def table(results: dict[str, dict[str, Row]]) -> str:
 def _cell(row: Row) -> str:
     if "ratio" not in row:
         return "fails" if "error" in row else "-"
-    low, high = row["ratio_quartiles"]
-    return f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
+    return commands.with_quartiles(row)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ import tempfile
 from importlib.metadata import version
 from typing import Any
 
+from benchmarks.commands import markdown
 from benchmarks.foreign_scripts.data import mnist_of_jax_examples, write_models, write_texts
 from benchmarks.foreign_scripts.hlo import digest, half_share
 
@@ -476,16 +477,16 @@ def verdict(row: dict[str, Any]) -> str:
 
 def table(rows: dict[str, Any]) -> str:
     """Markdown: a row for each script, and why others are left out."""
-    columns = "script | in half | float32, by seed | float16 | first scale 2**24 | bfloat16 | CPU time | right"
-    lines = [f"| {columns} |", "|---" * 8 + "|"]
+    header = ("script", "in half", "float32, by seed", "float16", "first scale 2**24", "bfloat16", "CPU time", "right")
+    lines = []
     for name, row in sorted(rows.items()):
         if "error" in row:
-            lines.append(f"| {name} | | | | | | | {verdict(row)} |")
+            lines.append((name, *[""] * 6, verdict(row)))
             continue
         planted = f"{_number(row['planted'])} ({row['repeated']})"
         seeds = ", ".join(map(_number, row["float32"]))
         cells = [_share(row), seeds, _number(row["float16"]), planted, _number(row.get("bfloat16")), row["cpu_ratio"]]
-        lines.append(f"| {name} | " + " | ".join(map(str, cells)) + f" | {verdict(row)} |")
+        lines.append((name, *cells, verdict(row)))
     left = [f"- {name}: {why}." for name, why in LEFT_OUT.items()]
     for what, names in (
         ("Not run yet", [name for name in SCRIPTS if name not in rows]),
@@ -493,7 +494,7 @@ def table(rows: dict[str, Any]) -> str:
     ):
         if names:
             left.append(f"- {what}: {', '.join(names)}.")
-    return "\n".join([*lines, "", NOTE, "", "Left out:", "", *left]) + "\n"
+    return "\n".join([markdown(header, lines), NOTE, "", "Left out:", "", *left]) + "\n"
 
 
 NOTE = (

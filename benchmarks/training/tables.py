@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.commands import markdown, number
 from mpjax.inspection.devices import DEVICES
 from mpjax.planning.target import Target
 
@@ -50,44 +51,33 @@ def table(content: dict[str, Any]) -> str:
     lines: list[str] = []
     if content.get("toy"):
         lines += ["**Toy sizes on a CPU: this shows that everything runs. Its times and memory say nothing.**"]
+    header = ("configuration", "batch", "examples/s", "ms/step", "× float32", "× TF32", "memory", "/ float32")
+    header += ("compile", "Tensor Core time", "of matmul peak")
     for model, rows in content["results"].items():
-        lines += [
-            "",
-            f"### {model}",
-            "",
-            "| configuration | batch | examples/s | ms/step | × float32 | × TF32 | memory | / float32 | compile "
-            "| Tensor Core time | of matmul peak |",
-            "|---|---|---|---|---|---|---|---|---|---|---|",
-            *(_line(content, model, name) for name in rows),
-        ]
+        lines += ["", f"### {model}", "", markdown(header, (_line(content, model, name) for name in rows)).rstrip()]
         lines += ["", NOTES[model]] if model in NOTES else []
     return "\n".join(lines) + "\n"
 
 
-def _line(content: dict[str, Any], model: str, name: str) -> str:
+def _line(content: dict[str, Any], model: str, name: str) -> list[str]:
     rows = content["results"][model]
     row, float32 = rows[name], rows.get("float32", {})
     if "error" in row:
-        return f"| {name} | fails: {_escaped(row['error'])} |" + " |" * 9
+        return [name, f"fails: {_escaped(row['error'])}", *[""] * 9]
     bytes_used = row.get("peak_bytes") or row.get("planned_bytes")
-    cells = [
+    return [
         name,
         str(row.get("batch_size", "-")),
-        _number(row.get("examples_per_second"), "{:,.0f}"),
-        _number(row.get("milliseconds"), "{:.2f}"),
-        _number(speedup(rows, name, "float32"), "{:.2f}"),
-        _number(speedup(rows, name, "tf32"), "{:.2f}"),
-        _number(bytes_used and bytes_used / 1e6, "{:,.4g} MB"),
-        _number(memory(row, float32), "{:.2f}"),
-        _number(row.get("compile_seconds"), "{:.1f} s"),
-        _number(row.get("tensor_core_share"), "{:.0%}"),
-        _number(peak_share(content, model, name), "{:.0%}"),
+        number(row.get("examples_per_second"), "{:,.0f}"),
+        number(row.get("milliseconds"), "{:.2f}"),
+        number(speedup(rows, name, "float32"), "{:.2f}"),
+        number(speedup(rows, name, "tf32"), "{:.2f}"),
+        number(bytes_used and bytes_used / 1e6, "{:,.4g} MB"),
+        number(memory(row, float32), "{:.2f}"),
+        number(row.get("compile_seconds"), "{:.1f} s"),
+        number(row.get("tensor_core_share"), "{:.0%}"),
+        number(peak_share(content, model, name), "{:.0%}"),
     ]
-    return f"| {' | '.join(cells)} |"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 def _escaped(text: str) -> str:
@@ -129,6 +119,8 @@ def dry_run_table(content: dict[str, Any], target: Target) -> str:
     """A table for each model that was compiled without a device, then the cells that were not compiled."""
     of_models = content["results"].values()
     lines = []
+    header = ("cell", "planned memory", "/ float32", "/ hand-written", "bytes moved", "/ float32", "/ hand-written")
+    header += ("least time (bound)", "/ float32", "/ TF32", "/ hand-written", "kernels", "matmuls in half", "compile")
     if any("planned_bytes" in row for rows in of_models for row in rows.values()):
         lines += [_compiled(target), ""]
     for model, rows in content["results"].items():
@@ -136,16 +128,8 @@ def dry_run_table(content: dict[str, Any], target: Target) -> str:
         if not compiled:
             continue
         batch_sizes = [str(row["batch_size"]) for row in rows.values() if "batch_size" in row]
-        lines += [
-            f"### {model}{f', batch of {batch_sizes[0]}' if batch_sizes else ''}",
-            "",
-            "| cell | planned memory | / float32 | / hand-written | bytes moved | / float32 | / hand-written "
-            "| least time (bound) | / float32 | / TF32 | / hand-written | kernels "
-            "| matmuls in half | compile |",
-            "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-            *(_dry_line(rows, name, "tf32" if target.chips else "float32") for name in compiled),
-            "",
-        ]
+        cells = (_dry_line(rows, name, "tf32" if target.chips else "float32") for name in compiled)
+        lines += [f"### {model}{f', batch of {batch_sizes[0]}' if batch_sizes else ''}", "", markdown(header, cells)]
     lines += _not_compiled(content["results"], target)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -178,25 +162,24 @@ def hand_written(name: str) -> str:
     return f"flax_{half}{plus}{variant}" if half else ""
 
 
-def _dry_line(rows: dict[str, Row], name: str, full: str) -> str:
+def _dry_line(rows: dict[str, Row], name: str, full: str) -> list[str]:
     """A line; `full` is the float32 cell that it is compared with, at JAX's default precision on a TPU."""
     _, plus, variant = name.partition("+")
     row, by_hand = rows[name], rows.get(hand_written(name), {})
     float32 = rows.get(f"{full}{plus}{variant}") or rows.get(full, {})
     least = row.get("least_seconds")
-    cells = [
+    return [
         name,
         f"{row['planned_bytes'] / 1e9:.2f} GB",
-        _number(ratio(row, float32, "planned_bytes"), "{:.2f}"),
-        _number(ratio(row, by_hand, "planned_bytes"), "{:.2f}"),
+        number(ratio(row, float32, "planned_bytes"), "{:.2f}"),
+        number(ratio(row, by_hand, "planned_bytes"), "{:.2f}"),
         f"{row['bytes_moved'] / 1e9:.1f} GB",
-        _number(ratio(row, float32, "bytes_moved"), "{:.2f}"),
-        _number(ratio(row, by_hand, "bytes_moved"), "{:.2f}"),
-        _number(least and 1e3 * least, "{:.1f} ms"),
-        *(_number(ratio(row, other, "least_seconds"), "{:.2f}") for other in (float32, rows.get("tf32", {}), by_hand)),
+        number(ratio(row, float32, "bytes_moved"), "{:.2f}"),
+        number(ratio(row, by_hand, "bytes_moved"), "{:.2f}"),
+        number(least and 1e3 * least, "{:.1f} ms"),
+        *(number(ratio(row, other, "least_seconds"), "{:.2f}") for other in (float32, rows.get("tf32", {}), by_hand)),
         f"{row['kernels']:,}",
         f"{row['half_matmuls']} of {row['compiled_matmuls']}"
         + (f", {row['float8_matmuls']} in float8" if row.get("float8_matmuls") else ""),
-        _number(row.get("compile_seconds"), "{:.1f} s"),
+        number(row.get("compile_seconds"), "{:.1f} s"),
     ]
-    return f"| {' | '.join(cells)} |"
