@@ -155,9 +155,9 @@ def table(results: dict[str, dict[str, Row]], measured: dict[str, dict[str, Row]
         "hand, BERT sums the gradient of its segment table, `bf16[2,768]`, by 25 million of them. With "
         "`float32_embeddings` it does not: that is the fair baseline.\n\n"
     )
-    header = ("model", "step", "modelled", "/ by hand", "of it matmuls", "other kernels", "measured step")
-    header += ("modelled / measured", "measured other kernels", "modelled / measured")
-    header += ("planned memory", "/ by hand", "kernels")
+    header = ["model", "step", "modelled", "/ by hand", "of it matmuls", "other kernels", "measured step"]
+    header += ["modelled / measured", "measured other kernels", "modelled / measured"]
+    header += ["planned memory", "/ by hand", "kernels"]
     lines = (
         _line(model, name, row, rows, measured.get(model, {}))
         for model, rows in results.items()

@@ -80,7 +80,8 @@ def shrunk(case: Any, failure: Failure) -> tuple[Any, str]:
             found[:] = [str(other)]
         return same
 
-    return (training.shrink if of_training else shrink)(case, fails), found[0]
+    smallest = shrink(case, fails, training.Case.simpler, float("inf")) if of_training else shrink(case, fails)
+    return smallest, found[0]
 
 
 class Report:

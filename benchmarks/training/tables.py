@@ -51,8 +51,8 @@ def table(content: dict[str, Any]) -> str:
     lines: list[str] = []
     if content.get("toy"):
         lines += ["**Toy sizes on a CPU: this shows that everything runs. Its times and memory say nothing.**"]
-    header = ("configuration", "batch", "examples/s", "ms/step", "× float32", "× TF32", "memory", "/ float32")
-    header += ("compile", "Tensor Core time", "of matmul peak")
+    header = ["configuration", "batch", "examples/s", "ms/step", "× float32", "× TF32", "memory", "/ float32"]
+    header += ["compile", "Tensor Core time", "of matmul peak"]
     for model, rows in content["results"].items():
         lines += ["", f"### {model}", "", markdown(header, (_line(content, model, name) for name in rows)).rstrip()]
         lines += ["", NOTES[model]] if model in NOTES else []
@@ -119,8 +119,8 @@ def dry_run_table(content: dict[str, Any], target: Target) -> str:
     """A table for each model that was compiled without a device, then the cells that were not compiled."""
     of_models = content["results"].values()
     lines = []
-    header = ("cell", "planned memory", "/ float32", "/ hand-written", "bytes moved", "/ float32", "/ hand-written")
-    header += ("least time (bound)", "/ float32", "/ TF32", "/ hand-written", "kernels", "matmuls in half", "compile")
+    header = ["cell", "planned memory", "/ float32", "/ hand-written", "bytes moved", "/ float32", "/ hand-written"]
+    header += ["least time (bound)", "/ float32", "/ TF32", "/ hand-written", "kernels", "matmuls in half", "compile"]
     if any("planned_bytes" in row for rows in of_models for row in rows.values()):
         lines += [_compiled(target), ""]
     for model, rows in content["results"].items():

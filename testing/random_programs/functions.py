@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from testing.random_programs.operations import Type
 from testing.random_programs.writing import Scope, Writer
@@ -105,17 +106,21 @@ def scan(writer: Writer, scope: Scope) -> None:
             writer.assign(scope, type_, f"{stacked}[{i}].sum(0)")
 
 
+def _loop_body(writer: Writer, scope: Scope, head: str, unpacked: str, carry: list[tuple[str, Type]]) -> str:
+    """Writes a loop's body up to its results, which are returned."""
+    scope.add(head)
+    inner = Scope([*scope.variables, *carry], scope.depth + 1, scope.lines, scope.axis)
+    inner.add(f"{unpacked}{', '.join(name for name, _ in carry)}, = carry")
+    outs = writer.body(inner, tuple(type_ for _, type_ in carry))
+    return ", ".join(f"jnp.float32({name})" if type_ is S else name for name, type_ in outs)
+
+
 def fori_loop(writer: Writer, scope: Scope) -> None:
     """A counted loop; the counter may be read."""
     carry, init = _carries(writer, scope)
-    names = [n for n, _ in carry]
     body = writer.name("f")
-    scope.add(f"def {body}(n, carry):")
-    inner = Scope([*scope.variables, *carry], scope.depth + 1, scope.lines, scope.axis)
-    inner.add(f"{', '.join(names)}, = carry")
-    outs = [name for name, _ in writer.body(inner, tuple(type_ for _, type_ in carry))]
-    outs = [f"jnp.float32({o})" if type_ is S else o for o, (_, type_) in zip(outs, carry, strict=True)]
-    inner.add(f"return {', '.join(outs)},")
+    outs = _loop_body(writer, scope, f"def {body}(n, carry):", "", carry)
+    scope.add(f"    return {outs},")
     bound = writer.choose(("2", "1", "0") if writer.reverse else ("2", "n % 3", "1", "0"))
     writer.bind(scope, [type_ for _, type_ in carry], f"lax.fori_loop(0, {bound}, {body}, ({', '.join(init)},))")
 
@@ -130,12 +135,8 @@ def while_loop(writer: Writer, scope: Scope) -> None:
     scope.add(f"def {test}(carry):")
     scope.add(f"    {counter}, {', '.join(names)}, = carry")
     scope.add(f"    return ({counter} < 2){extra if carry[0][1] is not S else ''}")
-    scope.add(f"def {body}(carry):")
-    inner = Scope([*scope.variables, *carry], scope.depth + 1, scope.lines, scope.axis)
-    inner.add(f"{counter}, {', '.join(names)}, = carry")
-    outs = [name for name, _ in writer.body(inner, tuple(type_ for _, type_ in carry))]
-    outs = [f"jnp.float32({o})" if type_ is S else o for o, (_, type_) in zip(outs, carry, strict=True)]
-    inner.add(f"return {counter} + 1, {', '.join(outs)}")
+    outs = _loop_body(writer, scope, f"def {body}(carry):", f"{counter}, ", carry)
+    scope.add(f"    return {counter} + 1, {outs}")
     types = [type_ for _, type_ in carry]
     writer.bind(scope, types, f"lax.while_loop({test}, {body}, (0, {', '.join(init)}))[1:]")
 
@@ -167,30 +168,23 @@ def switch(writer: Writer, scope: Scope) -> None:
     writer.bind(scope, types, f"lax.switch(n, [{', '.join(names)}], {', '.join(operands)})")
 
 
-def custom_jvp(writer: Writer, scope: Scope) -> None:
+def _with_rule(writer: Writer, scope: Scope, rule: str, options: tuple[str, ...], **modes: Any) -> None:
     """A function with a derivative rule that halves the derivative, to detect a lost rule."""
     arguments, operands = _arguments(writer, scope)
-    name, types = writer.function(scope, arguments, closed=writer.choose((True, True, False)), forward=True)
-    form = writer.choose(("halved_jvp({})", "halved_jvp({}, symbolic_zeros=True)", "halved_jvp({}, static=True)"))
-    first = "0.5, " if "static" in form else ""
-    writer.bind(scope, types, f"{form.format(name)}({first}{', '.join(operands)})")
+    name, types = writer.function(scope, arguments, closed=writer.choose((True, True, False)), **modes)
+    option = writer.choose(("", *(f", {option}=True" for option in options)))
+    first = "0.5, " if "static" in option else ""
+    writer.bind(scope, types, f"{rule}({name}{option})({first}{', '.join(operands)})")
+
+
+def custom_jvp(writer: Writer, scope: Scope) -> None:
+    """A rule for both modes."""
+    _with_rule(writer, scope, "halved_jvp", ("symbolic_zeros", "static"), forward=True)
 
 
 def custom_vjp(writer: Writer, scope: Scope) -> None:
-    """The same with a rule for reverse mode."""
-    arguments, operands = _arguments(writer, scope)
-    name, types = writer.function(scope, arguments, closed=writer.choose((True, True, False)), reverse=True)
-    form = writer.choose(
-        (
-            "halved_vjp({})",
-            "halved_vjp({}, keep_vjp=True)",
-            "halved_vjp({}, symbolic_zeros=True)",
-            "halved_vjp({}, static=True)",
-            "halved_vjp({}, keep_shape=True)",
-        )
-    )
-    first = "0.5, " if "static" in form else ""
-    writer.bind(scope, types, f"{form.format(name)}({first}{', '.join(operands)})")
+    """A rule for reverse mode."""
+    _with_rule(writer, scope, "halved_vjp", ("keep_vjp", "symbolic_zeros", "static", "keep_shape"), reverse=True)
 
 
 def vmap(writer: Writer, scope: Scope) -> None:

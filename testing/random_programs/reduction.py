@@ -7,34 +7,14 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from testing.random_programs.cases import Case
 
 SIMPLEST = ("value", "grad", "vmap", "jvp", "outside_grad", "vmap_of_grad")
 
 
-def shrink(case: Case, fails: Callable[[Case], bool], seconds: float = 30.0) -> Case:
-    """The smallest case found that still fails.
-
-    Args:
-        case: A failing case.
-        fails: Whether another case fails in the same way.
-        seconds: Time limit of the search.
-    """
-    end = time.perf_counter() + seconds
-    changed = True
-    while changed and time.perf_counter() < end:
-        changed = False
-        for smaller in _simpler(case):
-            if time.perf_counter() > end:
-                break
-            if fails(smaller):
-                case, changed = smaller, True
-                break
-    return case
-
-
-def _simpler(case: Case) -> Iterator[Case]:
+def simpler_programs(case: Case) -> Iterator[Case]:
     """Cases simplified by one change, largest changes first."""
     if case.rules != "default":
         yield dataclasses.replace(case, rules="default")
@@ -103,3 +83,30 @@ def _simpler_return(tree: ast.Module, i: int) -> Iterator[ast.Module]:
         if isinstance(end.value, ast.Tuple) and len(end.value.elts) > 1 and i == 0:
             del end.value.elts[k]
             yield smaller
+
+
+def shrink(
+    case: Any,
+    fails: Callable[[Any], bool],
+    simpler: Callable[[Any], Iterator[Any]] = simpler_programs,
+    seconds: float = 30.0,
+) -> Any:
+    """The smallest case found that still fails.
+
+    Args:
+        case: A failing case.
+        fails: Whether another case fails in the same way.
+        simpler: The cases simplified by one change, largest changes first.
+        seconds: Time limit of the search.
+    """
+    end = time.perf_counter() + seconds
+    changed = True
+    while changed and time.perf_counter() < end:
+        changed = False
+        for smaller in simpler(case):
+            if time.perf_counter() > end:
+                break
+            if fails(smaller):
+                case, changed = smaller, True
+                break
+    return case

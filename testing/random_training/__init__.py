@@ -4,5 +4,4 @@ from testing.random_programs.properties import Failure as Failure
 from testing.random_programs.properties import Rejected as Rejected
 from testing.random_training.cases import Case as Case
 from testing.random_training.cases import numbered_case as numbered_case
-from testing.random_training.cases import shrink as shrink
 from testing.random_training.properties import check as check

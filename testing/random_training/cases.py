@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from testing.random_programs.writing import Index
 from testing.random_training import models, optimizers
@@ -233,15 +233,3 @@ def _gives_half_gradients(lines: tuple[str, ...]) -> bool:
 def numbered_case(number: int) -> Case:
     """The case of a number, independent of other numbers."""
     return draw(random.Random(number).randrange)
-
-
-def shrink(case: Case, fails: Callable[[Case], bool]) -> Case:
-    """The smallest case found that still fails."""
-    changed = True
-    while changed:
-        changed = False
-        for smaller in case.simpler():
-            if fails(smaller):
-                case, changed = smaller, True
-                break
-    return case

@@ -28,6 +28,15 @@ def wide(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32) if is_half(x) else x, tree)
 
 
+def toward(params: Any, target: Any, updates: Any) -> Any:
+    """The updates that lead half params to their rounded target exactly."""
+
+    def leaf(p: Any, t: Any, u: Any) -> Any:
+        return t.astype(p.dtype).astype(jnp.float32) - p.astype(jnp.float32) if is_half(p) else u
+
+    return jax.tree.map(leaf, params, target, updates)
+
+
 def kahan(inner: Any) -> Any:
     """The rounding error of each half param, times 2 ** (bits of its mantissa + 1), is added to the next sum."""
     inner = optax.with_extra_args_support(inner)
@@ -50,12 +59,7 @@ def kahan(inner: Any) -> Any:
         full = jax.tree.map(compensated, params, state.compensation)
         updates, inner_state = inner.update(wide(grads), state.inner_state, full, **extra)
         sums = jax.tree.map(jnp.add, full, updates)
-        deltas = jax.tree.map(
-            lambda p, t, u: t.astype(p.dtype).astype(jnp.float32) - p.astype(jnp.float32) if is_half(p) else u,
-            params,
-            sums,
-            updates,
-        )
+        deltas = toward(params, sums, updates)
 
         def missing(p: Any, t: Any, d: Any) -> Any:
             if not is_half(p):
@@ -124,14 +128,14 @@ def stochastic_rounding(inner: Any, *, seed: int = 0) -> Any:
 
     def update(grads: Any, state: Any, params: Any, **extra: Any) -> Any:
         updates, inner_state = inner.update(wide(grads), state.inner_state, wide(params), **extra)
-        leaves, tree = jax.tree.flatten(params)
-        key, words = _next(state.key, len(leaves))
-        deltas = []
-        for i, (p, u) in enumerate(zip(leaves, jax.tree.leaves(updates), strict=True)):
-            old = wide(p)
-            new = rounded_at_random(old + u, p.dtype, _bits(words[i], p.shape)) if is_half(p) else None
-            deltas.append(u if new is None else new.astype(jnp.float32) - old)
-        return jax.tree.unflatten(tree, deltas), StochasticRoundingState(key, inner_state)
+        tree: Any = jax.tree.structure(params)
+        key, words = _next(state.key, tree.num_leaves)
+
+        def rounded(p: Any, u: Any, word: Any) -> Any:
+            return rounded_at_random(wide(p) + u, p.dtype, _bits(word, p.shape)) if is_half(p) else p
+
+        target = jax.tree.map(rounded, params, updates, jax.tree.unflatten(tree, [*words]))
+        return toward(params, target, updates), StochasticRoundingState(key, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -20,7 +20,7 @@ from flax.training.train_state import TrainState
 from jax import lax
 
 import mpjax
-from testing.random_training.half_state import is_half, kahan, low_bit_state, stochastic_rounding, wide
+from testing.random_training.half_state import is_half, kahan, low_bit_state, stochastic_rounding, toward, wide
 
 Function = Callable[..., Any]
 
@@ -101,16 +101,13 @@ def _scaled(inner: Any, init_scale: float, kwargs: dict[str, Any]) -> Any:
     i32 = lambda x: jnp.asarray(x, jnp.int32)
 
     def init(params: Any) -> Any:
-        # The state of float32 params: moments are float32.
-        trained = eqx.filter(params, eqx.is_inexact_array)
-        inner_state = inner.init(trained)
         return mpjax.LossScaleState(
             loss_scale=jnp.float32(init_scale),
             good_steps=i32(0),
             skipped_steps=i32(0),
             consecutive_skips=i32(0),
             last_finite=jnp.asarray(True),
-            inner_state=inner_state,
+            inner_state=inner.init(eqx.filter(params, eqx.is_inexact_array)),
             nonfinite_losses=i32(0),
             consecutive_nonfinite_losses=i32(0),
         )
@@ -211,13 +208,7 @@ def master_weights(inner: Any, policy: Any = "O2") -> Any:
         full = full_of(params, state.master)
         updates, inner_state = inner.update(wide(grads), state.inner_state, full, **extra)
         target = optax.apply_updates(full, updates)
-        deltas = jax.tree.map(
-            lambda p, t, u: t.astype(p.dtype).astype(jnp.float32) - p.astype(jnp.float32) if is_half(p) else u,
-            params,
-            target,
-            updates,
-        )
-        return deltas, mpjax.MasterWeightsState(masked(params, target), inner_state)
+        return toward(params, target, updates), mpjax.MasterWeightsState(masked(params, target), inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

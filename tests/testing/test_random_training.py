@@ -10,7 +10,8 @@ import pytest
 
 import mpjax
 from testing.mutations import MUTATIONS, first_catch
-from testing.random_training import Case, Failure, Rejected, check, numbered_case, shrink
+from testing.random_programs.reduction import shrink
+from testing.random_training import Case, Failure, Rejected, check, numbered_case
 from testing.random_training.models import Model
 from testing.random_training.properties import _close
 
@@ -181,7 +182,7 @@ def test_shrinking_keeps_the_failure(monkeypatch):
         return False
 
     case = Case(TREE, loss="remat", gradient="has_aux", optimizer=ADAM, loop="jit", events=STEPS)
-    smallest = shrink(case, fails)
+    smallest = shrink(case, fails, Case.simpler)
     assert (smallest.loss, smallest.gradient, smallest.loop) == ("plain", "mpjax.value_and_grad", "python")
     assert smallest.events == ("spike",)
 
