@@ -70,10 +70,10 @@ def forms(name: str) -> dict[str, Maker]:
     import optax
 
     import mpjax
-    from testing.models.zoo import REGISTRY
+    from testing.models.zoo import REGISTRY, harness
 
     by_hand = None if name == PERCEPTRON else REGISTRY[name].handwritten(jax.numpy.float16)
-    loss_fn, params, batch = perceptron() if name == PERCEPTRON else REGISTRY[name].make(jax.random.key(0))
+    loss_fn, params, batch = perceptron() if name == PERCEPTRON else harness.concrete(name)
 
     def maker(tx: Any, grads_of: Callable[..., Any], policy: str = "") -> Maker:
         def make() -> Callable[[], Any]:

@@ -183,7 +183,7 @@ def table(results: dict[str, Any]) -> str:
     lines = []
     for form, (dtype, _) in FORMS.items():
         name, plan = form if dtype == BASE else f"{dtype}, {form}", plans.get(form, {})
-        cells = [_ratio(rows.get(form)) for rows in timed.values()]
+        cells = [commands.with_quartiles(rows[form]) if form in rows else "-" for rows in timed.values()]
         lines.append([name, f"{kept[form]:.2f}", *cells, plan.get("moved", "-"), plan.get("temporary", "-")])
     text = commands.markdown([*header, "moved by the update, bytes a parameter", "temporary"], lines)
     if tasks := results.get("parity", {}):
@@ -195,13 +195,6 @@ def table(results: dict[str, Any]) -> str:
         rows = ([form, *(_loss_cell(found[form], found[BASE]) for found in tasks.values())] for form in known)
         text += commands.markdown(["form", *tasks], rows)
     return text
-
-
-def _ratio(row: Row | None) -> str:
-    if row is None:
-        return "-"
-    low, high = row["ratio_quartiles"]
-    return f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
 
 
 def deviations(found: list[float], base: list[float]) -> float:

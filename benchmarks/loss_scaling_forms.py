@@ -37,7 +37,7 @@ def forms(tx: optax.GradientTransformation, loss_fn: Loss) -> dict[str, Form]:
     return {
         "no loss scaling": Form(tx.init, _plain(tx, loss_fn)),
         "no loss scaling, again": Form(tx.init, _plain(tx, loss_fn)),
-        "no loss scaling, gradients in row-major layout": Form(tx.init, _row_major(tx, loss_fn)),
+        "no loss scaling, gradients in row-major layout": Form(tx.init, _plain(tx, loss_fn, _row_major)),
         "mpjax: apply_gradients": Form(dynamic.init, _apply(dynamic, loss_fn)),
         "mpjax: apply_gradients, grads_are_scaled": Form(by_hand.init, _scaled_by_hand(by_hand, loss_fn)),
         "mpjax: tx.update, apply_updates": Form(dynamic.init, _update(dynamic, loss_fn)),
@@ -47,28 +47,20 @@ def forms(tx: optax.GradientTransformation, loss_fn: Loss) -> dict[str, Form]:
     }
 
 
-def _plain(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
+def _plain(tx: optax.GradientTransformation, loss_fn: Loss, arranged: Callable[[Any], Any] = lambda g: g) -> Step:
     def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+        grads = arranged(grads)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
     return step
 
 
-def _row_major(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
+def _row_major(grads: Any) -> Any:
     """Chooses the layout that operands of a `lax.cond` have, in which Adam reads the gradients in order of memory."""
-
-    def row_major(gradient: jax.Array) -> jax.Array:
-        return with_layout_constraint(gradient, Layout(tuple(range(gradient.ndim))))
-
-    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
-        grads = jax.lax.optimization_barrier(jax.tree.map(row_major, grads))
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    return step
+    layouts = jax.tree.map(lambda g: Layout(tuple(range(g.ndim))), grads)
+    return jax.lax.optimization_barrier(jax.tree.map(with_layout_constraint, grads, layouts))
 
 
 def _update(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:

@@ -7,14 +7,13 @@ follow.
 
 from __future__ import annotations
 
-import argparse
 import json
 import pathlib
 import re
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import RESULTS, headlines
+from benchmarks import commands, headlines
 from benchmarks.training.tables import memory, speedup
 from perf.environment import versions
 
@@ -101,11 +100,8 @@ def page(folder: pathlib.Path, plots: list[str]) -> str:
 def origin(environment: dict[str, Any]) -> str:
     """The command and the versions that made a file of results."""
     command = f"`{environment['command']}`: " if environment.get("command") else ""
-    return (
-        command
-        + ", ".join(f"{key} {environment[key]}" for key in ("device", "driver", "jax", "mpjax") if key in environment)
-        + "."
-    )
+    known = (f"{key} {environment[key]}" for key in ("device", "driver", "jax", "mpjax") if key in environment)
+    return f"{command}{', '.join(known)}."
 
 
 def _section(name: str, path: pathlib.Path) -> list[str]:
@@ -152,9 +148,9 @@ def _speedups(content: Content) -> tuple[Bars, str]:
     return bars, "speed / float32"
 
 
-def _memory(content: Content) -> tuple[Bars, str]:
+def _memory(content: Content, ways: tuple[str, ...] = PLOTTED) -> tuple[Bars, str]:
     bars = {
-        model: {name: memory(rows.get(name, {}), rows.get("float32", {})) for name in PLOTTED}
+        model: {name: memory(rows.get(name, {}), rows.get("float32", {})) for name in ways}
         for model, rows in content["results"].items()
     }
     return bars, "peak memory / float32"
@@ -162,11 +158,7 @@ def _memory(content: Content) -> tuple[Bars, str]:
 
 def _planned_memory(content: Content) -> tuple[Bars, str]:
     # Without loss scaling, which the hand-written form does not have.
-    ways = ("flax_bfloat16", "autocast_bfloat16", "with_policy_bfloat16")
-    bars = {
-        model: {name: memory(rows.get(name, {}), rows.get("float32", {})) for name in ways}
-        for model, rows in content["results"].items()
-    }
+    bars, _ = _memory(content, ("flax_bfloat16", "autocast_bfloat16", "with_policy_bfloat16"))
     known = {model: group for model, group in bars.items() if any(group.values())}
     return known, "memory in XLA's plan / float32"
 
@@ -202,9 +194,7 @@ def write(folder: pathlib.Path, plot: Callable[[pathlib.Path], list[str]] = plot
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
-    print(write(parser.parse_args().out))
+    print(write(commands.parser(__doc__).parse_args().out))
 
 
 if __name__ == "__main__":

@@ -107,28 +107,14 @@ def smooth_image(draw: Any, size: int, channels: int) -> Any:
 # What a program updates: steps of one map.
 
 
-@kind
-def optical_flow(draw: Draw) -> Any:
-    """RAFT, unrolled: coordinates are updated, and index."""
+def _images_and_points(draw: Draw) -> Any:
+    images = smooth_image(draw, 40, 4), smooth_image(draw, 40, 4)
+    return *images, (np.abs(draw(64, 2, scale=9)) + 4).astype("float32")
+
+
+def _optical_flow(draw: Draw, repeat: Any) -> Any:
+    """RAFT: coordinates are updated, and index; `repeat` runs its step eight times and adds the losses."""
     params = {"in": draw(8, 16, scale=0.3), "hidden": draw(16, 16, scale=0.25), "flow": draw(16, 2, scale=0.1)}
-    batch = smooth_image(draw, 40, 4), smooth_image(draw, 40, 4), (np.abs(draw(64, 2, scale=9)) + 4).astype("float32")
-
-    def loss(p: Any, batch: Any) -> Any:
-        first, second, xy = batch
-        start, h, total = sample(first, xy), jnp.zeros((xy.shape[0], 16)), jnp.float32(0)
-        for _ in range(8):
-            h = jnp.tanh(jnp.concatenate([start, sample(second, xy)], -1) @ p["in"] + h @ p["hidden"])
-            xy = xy + h @ p["flow"]
-            total = total + jnp.mean((sample(second, xy) - start) ** 2)
-        return total
-
-    return loss, params, batch
-
-
-@kind
-def optical_flow_in_a_scan(draw: Draw) -> Any:
-    params = {"in": draw(8, 16, scale=0.3), "hidden": draw(16, 16, scale=0.25), "flow": draw(16, 2, scale=0.1)}
-    batch = smooth_image(draw, 40, 4), smooth_image(draw, 40, 4), (np.abs(draw(64, 2, scale=9)) + 4).astype("float32")
 
     def loss(p: Any, batch: Any) -> Any:
         first, second, xy = batch
@@ -140,16 +126,34 @@ def optical_flow_in_a_scan(draw: Draw) -> Any:
             xy = xy + h @ p["flow"]
             return (h, xy), jnp.mean((sample(second, xy) - start) ** 2)
 
-        return jnp.sum(lax.scan(step, (jnp.zeros((xy.shape[0], 16)), xy), None, length=8)[1])
+        return repeat(step, (jnp.zeros((xy.shape[0], 16)), xy))
 
-    return loss, params, batch
+    return loss, params, _images_and_points(draw)
+
+
+@kind
+def optical_flow(draw: Draw) -> Any:
+    """Unrolled."""
+
+    def unrolled(step: Any, carry: Any) -> Any:
+        total = jnp.float32(0)
+        for _ in range(8):
+            carry, each = step(carry, None)
+            total = total + each
+        return total
+
+    return _optical_flow(draw, unrolled)
+
+
+@kind
+def optical_flow_in_a_scan(draw: Draw) -> Any:
+    return _optical_flow(draw, lambda step, carry: jnp.sum(lax.scan(step, carry, None, length=8)[1]))
 
 
 @kind
 def stereo(draw: Draw) -> Any:
     """Disparities, updated by an unrolled loop over shared weights."""
     params = {"in": draw(9, 16, scale=0.3), "out": draw(16, 1, scale=0.2)}
-    batch = smooth_image(draw, 40, 4), smooth_image(draw, 40, 4), (np.abs(draw(64, 2, scale=9)) + 4).astype("float32")
 
     def loss(p: Any, batch: Any) -> Any:
         left, right, xy = batch
@@ -160,7 +164,7 @@ def stereo(draw: Draw) -> Any:
             disparity = disparity + jnp.tanh(features @ p["in"]) @ p["out"]
         return jnp.mean(jnp.abs(disparity - 2.0))
 
-    return loss, params, batch
+    return loss, params, _images_and_points(draw)
 
 
 @kind
@@ -505,12 +509,8 @@ def hyperbolic_embedding(draw: Draw) -> Any:
     def loss(p: Any, batch: Any) -> Any:
         x, y = batch
         z = x @ p["w"]
-        z = (
-            0.97
-            * jnp.tanh(jnp.sqrt(jnp.sum(z**2, -1, keepdims=True) + 1e-6))
-            * z
-            / jnp.sqrt(jnp.sum(z**2, -1, keepdims=True) + 1e-6)
-        )
+        size = lambda z: jnp.sqrt(jnp.sum(z**2, -1, keepdims=True) + 1e-6)
+        z = 0.97 * jnp.tanh(size(z)) * z / size(z)
         edge = 1 - jnp.sum(z**2, -1)
         gap = jnp.sum((z - jnp.roll(z, 1, 0)) ** 2, -1)
         distance = jnp.arccosh(1 + 2 * gap / (edge * jnp.roll(edge, 1)) + 1e-6)

@@ -22,21 +22,10 @@ from benchmarks.loss_scaling_forms import forms
 from testing import cheap_keys
 
 from .fault import Fault, Probe, does_not_run
-from .scaling import SCALERS, Mpjax, Scaler, over_scalers
+from .scaling import SCALERS, Mpjax, Scaler, over_forms, over_scalers
 
 X = jnp.ones((4, 2))
 BAD = X.at[0, 0].set(jnp.inf)
-FORMS = {
-    "mpjax": "mpjax: apply_gradients",
-    "Flax": "Flax DynamicScale",
-    "jmp": "jmp",
-    "mixed-precision-for-JAX": "mixed-precision-for-JAX",
-}
-
-
-def over_forms(probe: Callable[[str], bool]) -> dict[str, Probe]:
-    """The probe for every library's training step."""
-    return {name: functools.partial(probe, form) for name, form in FORMS.items()}
 
 
 def mpjax_tx(inner: Any = None, **kwargs: Any) -> optax.GradientTransformationExtraArgs:

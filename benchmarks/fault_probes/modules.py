@@ -45,20 +45,18 @@ def _later_layer_is_float32(model: Any) -> bool:
     return half_share(model, X) < 1
 
 
-def mpjax_o2_rounds_norms() -> bool:
-    model = mpjax.with_policy(nn.Sequential([nn.Dense(8), nn.LayerNorm()]), "O2")
-    return jax.eval_shape(model.init, KEY, X)["params"]["layers_1"]["scale"].dtype != jnp.float32
+def _normalised(**options: Any) -> nn.Module:
+    return nn.Sequential([nn.Dense(8, **options), nn.LayerNorm()])
 
 
-def flax_o2_rounds_norms() -> bool:
-    model = nn.Sequential([nn.Dense(8, param_dtype=jnp.float16), nn.LayerNorm()])
-    return jax.eval_shape(model.init, KEY, X)["params"]["layers_1"]["scale"].dtype != jnp.float32
+def _rounds_norms(model: nn.Module, cast: Callable[[Any], Any] = lambda variables: variables) -> bool:
+    variables = jax.eval_shape(lambda key: cast(model.init(key, X)), KEY)
+    return variables["params"]["layers_1"]["scale"].dtype != jnp.float32
 
 
 def jmp_o2_rounds_norms() -> bool:
     policy = jmp.get_policy("params=float16,compute=float16,output=float32")
-    variables = nn.Sequential([nn.Dense(8), nn.LayerNorm()]).init(KEY, X)
-    return policy.cast_to_param(variables)["params"]["layers_1"]["scale"].dtype != jnp.float32
+    return _rounds_norms(_normalised(), policy.cast_to_param)
 
 
 class _Explicit(nn.Module):
@@ -100,7 +98,11 @@ FAULTS = [
     ),
     Fault(
         "half parameters include those of a norm whose name does not say so",
-        {"mpjax": mpjax_o2_rounds_norms, "Flax": flax_o2_rounds_norms, "jmp": jmp_o2_rounds_norms},
+        {
+            "mpjax": lambda: _rounds_norms(mpjax.with_policy(_normalised(), "O2")),
+            "Flax": lambda: _rounds_norms(_normalised(param_dtype=jnp.float16)),
+            "jmp": jmp_o2_rounds_norms,
+        },
     ),
     Fault(
         "a layer's explicit float32 dtype keeps it out of the policy without a word",

@@ -144,6 +144,19 @@ def _probe_instance(probe: Callable[[Scaler], bool], make: type[Scaler]) -> bool
     return probe(make())
 
 
+FORMS = {
+    "mpjax": "mpjax: apply_gradients",
+    "Flax": "Flax DynamicScale",
+    "jmp": "jmp",
+    "mixed-precision-for-JAX": "mixed-precision-for-JAX",
+}
+
+
+def over_forms(probe: Callable[[str], bool]) -> dict[str, Probe]:
+    """The probe for every library's training step."""
+    return {name: functools.partial(probe, form) for name, form in FORMS.items()}
+
+
 def wrong_when_the_scale_grows(scaler: Scaler) -> bool:
     step = jax.jit(lambda state, w: scaler.step(state, lambda w: w * w, w))
     state, found = scaler.init(8.0, interval=2), []
@@ -253,13 +266,7 @@ FAULTS = [
     ),
     Fault(
         "after one overflow the accumulated gradients stay NaN",
-        {
-            "mpjax": lambda: accumulation_is_poisoned("mpjax: apply_gradients"),
-            "Flax": lambda: accumulation_is_poisoned("Flax DynamicScale"),
-            "jmp": lambda: accumulation_is_poisoned("jmp"),
-            "mixed-precision-for-JAX": lambda: accumulation_is_poisoned("mixed-precision-for-JAX"),
-            "optax alone": lambda: accumulation_is_poisoned("no loss scaling"),
-        },
+        over_forms(accumulation_is_poisoned) | {"optax alone": lambda: accumulation_is_poisoned("no loss scaling")},
     ),
     Fault(
         "batch statistics of a skipped step are kept (in the training loop that its documentation or examples have)",

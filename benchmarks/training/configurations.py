@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -157,22 +158,14 @@ def _plain_step(loss_fn: Callable[..., Any], optimizer: optax.GradientTransforma
     return step
 
 
-def _lean_step(loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation) -> Step:
-    def step(carry: Carry, batch: Batch) -> tuple[Carry, jax.Array]:
-        params = carry["params"]
-        (loss, state), grads = mpjax.value_and_grad(loss_fn, has_aux=True)(params, carry["state"], batch)
-        params, opt_state = mpjax.apply_gradients(optimizer, grads, carry["opt_state"], params)
-        return {"params": params, "state": state, "opt_state": opt_state}, loss
-
-    return step
-
-
-def _mpjax_step(loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation) -> Step:
+def _mpjax_step(loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation, scaled: bool = True) -> Step:
     def step(carry: Carry, batch: Batch) -> tuple[Carry, jax.Array]:
         params, old = carry["params"], carry["opt_state"]
-        (loss, state), grads = mpjax.value_and_grad(loss_fn, old, has_aux=True)(params, carry["state"], batch)
-        params, opt_state = mpjax.apply_gradients(optimizer, grads, old, params, value=loss)
-        state = mpjax.keep_if_finite(opt_state, state, carry["state"])
+        differentiated = mpjax.value_and_grad(loss_fn, old if scaled else None, has_aux=True)
+        (loss, state), grads = differentiated(params, carry["state"], batch)
+        known = {"value": loss} if scaled else {}
+        params, opt_state = mpjax.apply_gradients(optimizer, grads, old, params, **known)
+        state = mpjax.keep_if_finite(opt_state, state, carry["state"]) if scaled else state
         return {"params": params, "state": state, "opt_state": opt_state}, loss
 
     return step
@@ -193,4 +186,10 @@ def _flax_step(loss_fn: Callable[..., Any], optimizer: optax.GradientTransformat
     return step
 
 
-_STEPS = {"none": _plain_step, "lean": _lean_step, "mpjax": _mpjax_step, "flax": _flax_step}
+_lean_step = functools.partial(_mpjax_step, scaled=False)
+_STEPS: dict[str, Callable[..., Step]] = {
+    "none": _plain_step,
+    "lean": _lean_step,
+    "mpjax": _mpjax_step,
+    "flax": _flax_step,
+}

@@ -32,7 +32,8 @@ def cases() -> dict[str, Callable[[], dict[str, Answer]]]:
 
     def of(cause: str, library: str) -> dict[str, Answer]:
         plant, answers = CAUSES[cause]
-        return answers(LIBRARIES[library](plant))
+        model = LIBRARIES[library](plant)
+        return {tool: functools.partial(answer, model) for tool, answer in answers.items()}
 
     in_models = {f"{c}, {name}": functools.partial(of, c, name) for c in CAUSES for name in LIBRARIES}
     return in_models | ALONE

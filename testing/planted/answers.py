@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -18,21 +18,18 @@ from testing.measures import relative_error
 from testing.planted.models import HALF, Model
 
 Answer = Callable[[], None]  # raises an AssertionError
+Answers = Mapping[str, Callable[[Model], None]]  # of each tool, about a model
 
 
 def gradient(model: Model, policy: Any = None, rules: Any = None, scale: float = 1.0) -> Any:
     """The compiled gradient, unscaled; in float32 without a policy."""
     loss = model.loss if policy is None else mpjax.autocast(model.loss, policy, rules=rules)
-    diff, static = eqx.partition(model.args[0], eqx.is_inexact_array) if not is_nnx(model) else (None, None)
     if is_nnx(model):
         graph, diff = nnx.split(model.args[0])
-
-        def whole(diff: Any) -> Any:
-            return nnx.merge(graph, diff)
+        whole = functools.partial(nnx.merge, graph)
     else:
-
-        def whole(diff: Any) -> Any:
-            return eqx.combine(diff, static)
+        diff, static = eqx.partition(model.args[0], eqx.is_inexact_array)
+        whole = functools.partial(eqx.combine, static)
 
     run = jax.jit(
         jax.grad(lambda diff: scale * loss(whole(diff), *model.args[1:])),
@@ -69,49 +66,48 @@ def numerics_of(model: Model, **options: Any) -> Any:
     return mpjax.numerics(model.loss, *model.args, **options)
 
 
-def says_nothing(model: Model) -> dict[str, Answer]:
-    """What each tool answers to a healthy model: no recommendation, and an all-clear."""
+def _healthy_audit(model: Model) -> None:
+    found = mpjax.audit(mpjax.autocast(model.loss, HALF), *model.args)
+    assert found.half_share == 1, f"half {found.half_share}"
+    assert not found.risks, str(found.risks)
+    assert not [f for f in found.findings if f.kind != "tiny"], str(found.findings)
 
-    def audit() -> None:
-        found = mpjax.audit(mpjax.autocast(model.loss, HALF), *model.args)
-        assert found.half_share == 1, f"half {found.half_share}"
-        assert not found.risks, str(found.risks)
-        assert not [f for f in found.findings if f.kind != "tiny"], str(found.findings)
 
-    def numerics() -> None:
-        found = numerics_of(model)
-        assert found.keep_float32 == found.losing == found.losing_lines == (), str(found)
-        assert "no module needs to be kept" in str(found), str(found)
-        assert error(model, HALF, scale=found.init_scale) <= 1.05 * error(model, HALF), "its scale is worse"
+def _healthy_numerics(model: Model) -> None:
+    found = numerics_of(model)
+    assert found.keep_float32 == found.losing == found.losing_lines == (), str(found)
+    assert "no module needs to be kept" in str(found), str(found)
+    assert error(model, HALF, scale=found.init_scale) <= 1.05 * error(model, HALF), "its scale is worse"
 
-    def search() -> None:
-        found = mpjax.search(model.loss, *model.args, budget=0.01)
-        assert not found.added, str(found)
 
-    def layerwise_error() -> None:
-        found = mpjax.layerwise_error(mpjax.autocast(model.loss, HALF), *model.args, loss_scale=1024.0)
-        assert "needs float32" not in str(found), str(found)
-        assert found.gradient_error < 0.01, str(found)
+def _healthy_search(model: Model) -> None:
+    found = mpjax.search(model.loss, *model.args, budget=0.01)
+    assert not found.added, str(found)
 
-    def find_nonfinite() -> None:
-        assert (
-            mpjax.find_nonfinite(jax.value_and_grad(mpjax.autocast(array_loss(model), HALF)), *arrays_of(model)) is None
-        )
 
-    def explain() -> None:
-        found = mpjax.explain(model.loss, *model.args)
-        assert (found.half_share, found.opaque, found.unseen) == (1, (), ()), str(found)
+def _healthy_layerwise_error(model: Model) -> None:
+    found = mpjax.layerwise_error(mpjax.autocast(model.loss, HALF), *model.args, loss_scale=1024.0)
+    assert "needs float32" not in str(found), str(found)
+    assert found.gradient_error < 0.01, str(found)
 
-    def profile() -> None:
-        found = mpjax.profile(jax.jit(functools.partial(trained, array_loss(model), 2000)), *arrays_of(model), steps=3)
-        assert not found.advice, str(found)
 
-    def parity() -> None:
-        found = mpjax.parity(functools.partial(training_of, model), [HALF], 3)
-        assert found[HALF].kind in ("equal", "small"), str(found)
+def _healthy_find_nonfinite(model: Model) -> None:
+    assert mpjax.find_nonfinite(jax.value_and_grad(mpjax.autocast(array_loss(model), HALF)), *arrays_of(model)) is None
 
-    tools = audit, explain, numerics, search, layerwise_error, find_nonfinite, profile, parity
-    return {f.__name__: f for f in tools}
+
+def _healthy_explain(model: Model) -> None:
+    found = mpjax.explain(model.loss, *model.args)
+    assert (found.half_share, found.opaque, found.unseen) == (1, (), ()), str(found)
+
+
+def _healthy_profile(model: Model) -> None:
+    found = mpjax.profile(jax.jit(functools.partial(trained, array_loss(model), 2000)), *arrays_of(model), steps=3)
+    assert not found.advice, str(found)
+
+
+def _healthy_parity(model: Model) -> None:
+    found = mpjax.parity(functools.partial(training_of, model), [HALF], 3)
+    assert found[HALF].kind in ("equal", "small"), str(found)
 
 
 def trained(loss: Any, steps: int, params: Any, x: Any, *rest: Any) -> Any:
@@ -150,10 +146,10 @@ def array_loss(model: Model) -> Callable[..., Any]:
     return lambda state, *rest: model.loss(nnx.merge(graph, state), *rest)
 
 
-def found_in(model: Model, primitive: str, words: str, half: bool = True) -> Answer:
+def found_in(primitive: str, words: str, half: bool = True) -> Callable[[Model], None]:
     """`find_nonfinite` of the loss names the operation, the module and the cause."""
 
-    def find_nonfinite() -> None:
+    def find_nonfinite(model: Model) -> None:
         loss = mpjax.autocast(model.loss, HALF) if half else model.loss
         found = fault_of(loss, *model.args)
         assert found.primitive == primitive, str(found)
@@ -164,16 +160,25 @@ def found_in(model: Model, primitive: str, words: str, half: bool = True) -> Ans
     return find_nonfinite
 
 
-def search_keeps(model: Model, budget: float = 0.01) -> Answer:
+def search_keeps(model: Model, budget: float = 0.02) -> None:
     """`search` keeps the planted module in float32, and its rules meet the budget."""
+    before = error(model, HALF, scale=64.0)
+    found = mpjax.search(model.loss, *model.args, budget=budget)
+    assert found.met, str(found)
+    (kept,) = found.keep_float32
+    is_at(model, kept)
+    after = error(model, HALF, found.rules, scale=64.0)
+    assert after <= 1.5 * budget < before, f"error {before} to {after} with its rules"
 
-    def search() -> None:
-        before = error(model, HALF, scale=64.0)
-        found = mpjax.search(model.loss, *model.args, budget=budget)
-        assert found.met, str(found)
-        (kept,) = found.keep_float32
-        is_at(model, kept)
-        after = error(model, HALF, found.rules, scale=64.0)
-        assert after <= 1.5 * budget < before, f"error {before} to {after} with its rules"
 
-    return search
+# What each tool answers to a healthy model: no recommendation, and an all-clear.
+HEALTHY: Answers = {
+    "audit": _healthy_audit,
+    "numerics": _healthy_numerics,
+    "search": _healthy_search,
+    "layerwise_error": _healthy_layerwise_error,
+    "find_nonfinite": _healthy_find_nonfinite,
+    "explain": _healthy_explain,
+    "profile": _healthy_profile,
+    "parity": _healthy_parity,
+}

@@ -42,19 +42,6 @@ class Program:
     differentiable: bool = True
     context: Callable[[], Any] = contextlib.nullcontext
 
-    def make(self, key: jax.Array) -> tuple[Loss, Any, Any]:
-        """The float32 program: its loss function, its params and one batch."""
-        losses = []
-
-        def arrays(key: jax.Array) -> tuple[Any, Any]:
-            loss_fn, params, batch = self.build(key)
-            losses.append(loss_fn)
-            return params, batch
-
-        # One compilation is faster than a hundred small ones of an eager initialisation.
-        params, batch = jax.jit(arrays, compiler_options=COMPILE_FAST)(key)
-        return losses[0], params, batch
-
     def handwritten(self, dtype: Any) -> Loss:
         """The loss function of the hand-written form for `dtype`, with the same params."""
         assert self.has_half, f"{self.name} has no hand-written half-precision form"
