@@ -180,8 +180,9 @@ def _case(index: Index, dtype: str | None) -> Case:
     """Builds a case from a sequence of choices."""
     transform = tuple(TRANSFORMS)[index(len(TRANSFORMS))]
     rules = ("default", "default", "default", "full", "conservative", "half")[index(6)]
-    dtype = dtype or ("float16", "bfloat16", "float8")[index(3)]
-    dtype = "mxfp8" if dtype == "float8" and index(2) else dtype
+    if dtype is None:
+        dtype = ("float16", "bfloat16", "float8")[index(3)]
+        dtype = "mxfp8" if dtype == "float8" and index(2) else dtype
     explicit = index(5) == 4
     budget = (4, 6, 8, 12)[index(4)]
     writer = Writer(index, transform in REVERSE, transform in FORWARD, explicit, budget)

@@ -7,7 +7,7 @@ import pytest
 
 import mpjax
 from testing import fuzz
-from testing.random_programs import Case, Failure, Rejected, check, properties
+from testing.random_programs import Case, Failure, Rejected, check, numbered_case, properties
 from testing.random_programs.evaluate import evaluate
 from testing.random_programs.reduction import shrink
 
@@ -97,6 +97,14 @@ def test_both_dtypes_of_a_program_are_examined(monkeypatch, transform):
 
     monkeypatch.setattr(Case, "cast", wrong_in_float16)
     assert [outcome for outcome, _ in fuzz.examine_all(cases, compiled=False)] == ["checked", "failed"]
+
+
+def test_a_number_is_one_program_in_the_dtype_that_was_asked_for():
+    for number in range(20):
+        cases = {dtype: numbered_case(number, dtype) for dtype in fuzz.DTYPES}
+        assert {case.dtype: case.source for case in cases.values()} == dict.fromkeys(
+            fuzz.DTYPES, cases["float16"].source
+        )
 
 
 def test_the_evaluator_agrees_with_jax():
