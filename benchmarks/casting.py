@@ -13,6 +13,10 @@ programs that it can't evaluate (callbacks, several devices) have none.
 
     python -m benchmarks.casting --regions --programs linen_transformer --compilations 5
 
+`--residuals` compares what the backward pass keeps, `half` with eight bits for one:
+
+    python -m benchmarks.casting --residuals half int8 float8 --dtype bfloat16 --no-compile
+
 Flax's DynamicScale casts nothing, and Keras 3 accepts only its own models, so they have no row.
 """
 
@@ -24,8 +28,8 @@ import os
 import statistics
 import sys
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
 
 # Before JAX starts (with the imports below): some programs of the zoo run on several devices.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
@@ -35,6 +39,7 @@ import jax
 import mpjax
 from benchmarks import commands
 from benchmarks.others import with_jmp, with_mpx
+from mpjax.casting.rules import Residuals
 from perf.results import previous
 from perf.timing import interleaved, ratios
 from testing.measures import trace_time_ratio
@@ -45,8 +50,15 @@ Row = dict[str, Any]
 WITHOUT_REGIONS = mpjax.Rules(residuals="full")
 
 
-def casters(program: Program, regions: bool = False) -> dict[str, harness.Caster]:
-    """The tools that apply to a program; with `regions`, autocast without them replaces jmp, mpx and with_policy."""
+def casters(program: Program, regions: bool = False, residuals: Sequence[Residuals] = ()) -> dict[str, harness.Caster]:
+    """The tools that apply to a program.
+
+    With `regions`, autocast without them replaces jmp, mpx and with_policy; with `residuals`, these forms of autocast
+    replace all tools.
+    """
+    if residuals:
+        kinds = {kind: functools.partial(mpjax.autocast, rules=mpjax.Rules(residuals=kind)) for kind in residuals}
+        return {"float32": harness.identity, **{f"mpjax.autocast, {kind}": cast for kind, cast in kinds.items()}}
     tools: dict[str, harness.Caster] = {
         "float32": harness.identity,
         "mpjax.autocast": mpjax.autocast,
@@ -116,9 +128,8 @@ def time_ratios(
     return rows
 
 
-def run(name: str, dtype: str, rounds: int, compilations: int, regions: bool = False) -> dict[str, Row]:
+def run(name: str, dtype: str, rounds: int, compilations: int, tools: dict[str, harness.Caster]) -> dict[str, Row]:
     """The rows of a program by tool."""
-    tools = casters(REGISTRY[name], regions)
     rows = {tool: measure(name, caster, dtype) for tool, caster in tools.items()}
     working = {tool: caster for tool, caster in tools.items() if "error" not in rows[tool]}
     for tool, times in time_ratios(name, working, dtype, rounds, compilations).items():
@@ -170,6 +181,7 @@ def main() -> None:
     parser.add_argument("--compilations", type=int, default=2, help="timed rounds of compilation")
     parser.add_argument("--no-compile", action="store_true", help="do not time compilation")
     parser.add_argument("--regions", action="store_true", help="compare rematerialisation regions, not libraries")
+    parser.add_argument("--residuals", nargs="+", choices=get_args(Residuals), help="compare these, not libraries")
     parser.add_argument("--programs", nargs="*", default=list(REGISTRY), help="programs of the zoo (default: all)")
     parser.add_argument("--missing", action="store_true", help="run only programs without results")
     args = parser.parse_args()
@@ -177,14 +189,17 @@ def main() -> None:
         commands.refuse(parser, args, "--compilations", "with --no-compile")
     # jax.numpy and the peers warn about truncation and deprecation; a warning is not a failure.
     warnings.simplefilter("ignore")
-    title = f"casting_{args.dtype}" + "_regions" * args.regions
+    if args.residuals:
+        commands.refuse(parser, args, "--regions", "with --residuals")
+    title = f"casting_{args.dtype}" + "_regions" * args.regions + "_residuals" * bool(args.residuals)
     compilations = 0 if args.no_compile else args.compilations
     results = {name: rows for name, rows in previous(title, args.out).items() if name in REGISTRY}
     for name in args.programs:
         if args.missing and name in results:
             continue
-        results[name] = run(name, args.dtype, args.rounds, compilations, args.regions)
-        print(name, results[name]["mpjax.autocast"], file=sys.stderr)
+        tools = casters(REGISTRY[name], args.regions, args.residuals or ())
+        results[name] = run(name, args.dtype, args.rounds, compilations, tools)
+        print(name, list(results[name].values())[1], file=sys.stderr)
         commands.publish(title, results, summary(results), args.out)
     print(summary(results))
 

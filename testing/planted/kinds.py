@@ -5,7 +5,6 @@ Of two causes the report must name both, the one that decides first. Each printe
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 

@@ -229,6 +229,7 @@ def test_unknown_cells_are_refused(name):
 # A command with a flag that has no effect beside the others, which comes last.
 IGNORED = """
 casting --no-compile --compilations 3
+casting --residuals half --regions
 compiled --compilations 5
 compiled --passes --out folder
 communication --devices 2 --h200
