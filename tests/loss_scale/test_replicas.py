@@ -8,18 +8,12 @@ from jax.sharding import AxisType, PartitionSpec
 
 import mpjax
 from testing.random_programs.evaluate import in_numpy
+from tests.updates import updated
 
 MESH = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 X, XY = PartitionSpec("x"), PartitionSpec(("x", "y"))
 ONE = np.ones(1, np.float32)
 BAD = np.array([1, np.inf, 1, 1], np.float32)  # only the second of four devices sees it
-
-
-def step_with(tx, form, grads, state, params):
-    if form == "apply":
-        return mpjax.apply_gradients(tx, grads, state, params)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
 
 
 def state_spec(state, shared):
@@ -32,7 +26,7 @@ def test_axes_are_found_from_the_varying_types(axis_name):
     params = np.arange(4, dtype=np.float32)
     state = tx.init(params)
     spec = state_spec(state, PartitionSpec())
-    both = lambda *args: (step_with(tx, "update", *args), step_with(tx, "apply", *args))
+    both = lambda *args: (updated(tx, "update", *args), updated(tx, "apply", *args))
     run = jax.shard_map(both, mesh=MESH, in_specs=(XY, spec, XY), out_specs=((XY, spec), (XY, spec)))
     for new, after in jax.jit(run)(BAD, state, params):
         np.testing.assert_array_equal(new, params)

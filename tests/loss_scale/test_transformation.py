@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mpjax
 from testing.random_programs.evaluate import arrays_in_numpy, in_numpy
+from tests.updates import updated
 
 # Tests of the decisions evaluate the traced program in NumPy, a tenth of the time that XLA takes to compile it; those
 # of skipped steps, replicas, shardings and donation run it.
@@ -322,11 +323,7 @@ def test_every_replica_of_a_shard_map_takes_the_same_decision_on_sharded_gradien
         inner_state=jax.tree.map(lambda s: PartitionSpec("x") if s.ndim else PartitionSpec(), state.inner_state),
     )
 
-    def step(grads, state, params):
-        if form == "apply":
-            return mpjax.apply_gradients(tx, grads, state, params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+    step = functools.partial(updated, tx, form)
 
     sharded = PartitionSpec("x")
     run = jax.jit(

@@ -12,6 +12,7 @@ from flax.training.train_state import TrainState
 
 import mpjax
 from testing.random_programs.evaluate import arrays_in_numpy
+from tests.updates import updated
 
 PARAMS = {"w": np.ones(2, np.float32)}
 GOOD = {"w": np.ones(2, np.float32)}
@@ -222,10 +223,7 @@ def test_half_params_without_masters_train_in_one_trace_and_warn(half, inner, fo
     def step(params, state, x):
         traces.append(1)
         grads = mpjax.grad(lambda p: jnp.sum(p["w"].astype(jnp.float32) ** 2) * x, state)(params)
-        if form == "apply":
-            return mpjax.apply_gradients(tx, grads, state, params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return updated(tx, form, grads, state, params)
 
     with warnings.catch_warnings():  # of each init, not of each step
         warnings.simplefilter("error")

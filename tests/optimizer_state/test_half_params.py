@@ -10,6 +10,7 @@ import pytest
 
 import mpjax
 from testing.random_programs.evaluate import arrays_in_numpy
+from tests.updates import updated
 
 HALVES = ["float16", "bfloat16"]
 FORMS = list(zip(["update", "apply"], HALVES, strict=True))
@@ -17,14 +18,7 @@ WRAPPERS = {"stochastic_rounding": mpjax.stochastic_rounding, "kahan": mpjax.kah
 
 
 def step_by(tx, form):
-    def step(grads, state, params):
-        if form == "apply":
-            return mpjax.apply_gradients(tx, grads, state, params)
-        updates, state = tx.update(grads, state, params)
-        with jax.numpy_dtype_promotion("standard"):  # optax adds the float32 updates to half params
-            return optax.apply_updates(params, updates), state
-
-    return jax.jit(step)
+    return jax.jit(functools.partial(updated, tx, form))
 
 
 @pytest.mark.parametrize(("form", "half"), FORMS)

@@ -1,5 +1,7 @@
 """Master weights: half params follow a float32 copy exactly, and training equals float32 training."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 
 import mpjax
 from testing.random_programs.evaluate import arrays_in_numpy
+from tests.updates import updated
 
 HALVES = ["float16", "bfloat16"]
 
@@ -29,12 +32,7 @@ def test_params_equal_the_cast_master_after_updates_of_every_size(half, form):
     params = {"w": (rng.normal(size=4096) * 10).astype(half)}
     state = tx.init(params)
 
-    @jax.jit
-    def step(grads, state, params):
-        if form == "apply":
-            return mpjax.apply_gradients(tx, grads, state, params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+    step = jax.jit(functools.partial(updated, tx, form))
 
     for i in range(8):
         # From far below half's spacing to steps that shrink a param by 2**20 or change its sign.
@@ -73,12 +71,7 @@ def test_params_that_were_changed_outside_are_adopted(half, form):
     params = {"w": masters.astype(half)}
     state = tx.init(params)._replace(master={"w": masters})
 
-    @jax.jit
-    def step(state, params):
-        if form == "apply":
-            return mpjax.apply_gradients(tx, {"w": np.full(4, 1e-6, np.float32)}, state, params)
-        updates, state = tx.update({"w": np.full(4, 1e-6, np.float32)}, state, params)
-        return optax.apply_updates(params, updates), state
+    step = jax.jit(functools.partial(updated, tx, form, {"w": np.full(4, 1e-6, np.float32)}))
 
     _, kept = step(state, params)
     params["w"][0] = 7.0
