@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Any
 
 import jax
 
-from benchmarks import CACHE, RESULTS, commands
+from benchmarks import CACHE, commands
 from benchmarks.gpu import INCOMPLETE
 from mpjax.planning.target import TARGETS
 from perf.environment import versions
@@ -207,7 +206,7 @@ def dry_run_cells(cells: list[Cell], args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = commands.parser(__doc__)
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK_MODELS)}: {', '.join(QUICK)}")
@@ -222,7 +221,6 @@ def parser() -> argparse.ArgumentParser:
     add("--seconds", type=float, help="measuring time of a cell (default: 3; 0.1 with --toy)")
     add("--cell-limit", type=int, default=240, help="time limit of a cell in seconds")
     add("--time-limit", type=float, help="start no cell after this many seconds")
-    add("--out", type=pathlib.Path, default=RESULTS, help="folder of the results")
     return parser
 
 
