@@ -17,9 +17,9 @@ import dataclasses
 import json
 import math
 import os
-import pathlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -156,7 +156,7 @@ def gradient_error(form: str, half: str, devices: int, batch_devices: int) -> fl
 
         shardings = jax.tree.map(lambda x: x.sharding, (shapes[0], shapes[2], shapes[3]))
         params, x, y = jax.device_put(arrays(), shardings)
-        state = _initial_state(form, shapes[0], mesh)
+        state = _initial_state(mesh)
         with jax.set_mesh(mesh):
             _, grads = jax.jit(gradients)(params, state, x, y)
         return [np.asarray(g, np.float64) for g in jax.tree.leaves(grads)]
@@ -166,8 +166,7 @@ def gradient_error(form: str, half: str, devices: int, batch_devices: int) -> fl
     return float(np.sqrt(difference / sum(np.sum(b**2) for b in exact)))
 
 
-def _initial_state(form: str, params: Any, mesh: Any) -> Any:
-
+def _initial_state(mesh: Any) -> Any:
     # Small enough that nothing overflows, so that the error is only rounding.
     tx = mpjax.dynamic_loss_scale(optax.sgd(0.1), init_scale=2.0**8)
     return jax.device_put(tx.init({}), NamedSharding(mesh, P()))
@@ -223,17 +222,14 @@ def _in_subprocess(devices: int, half: str) -> list[Any]:
     return json.loads(output.splitlines()[-1])
 
 
-def _compile_for_pods(topologies: list[str], half: str, out: pathlib.Path) -> None:
-
+def _for_pods(topologies: list[str], half: str) -> Iterator[Any]:
+    """The rows of v5e pods."""
     target = TARGETS["v5e"]
     jax.config.update("jax_platforms", "cpu")
-    rows = []
     for topology in topologies:
         count = math.prod(map(int, topology.split("x")))
         pod = target.devices(count, topology) or sys.exit(f"--tpu: {target.missing}")
-        rows += measure(count, half, ("FSDP", "FSDP × TP"), targets=pod)
-    print(table(rows))
-    commands.publish(f"communication_{half}_v5e", {"steps": rows, **target.versions()}, table(rows), out)
+        yield from measure(count, half, ("FSDP", "FSDP × TP"), targets=pod)
 
 
 def main() -> None:
@@ -250,17 +246,17 @@ def main() -> None:
     if args.devices:
         print(json.dumps(measure(args.devices, args.half)))
         return
+    name, versions = f"communication_{args.half}", {}
     if args.tpu:
-        _compile_for_pods(args.tpu, args.half, args.out)
-        return
-    if args.h200:
+        rows = [*_for_pods(args.tpu, args.half)]
+        name, versions = f"{name}_v5e", TARGETS["v5e"].versions()
+    elif args.h200:
         rows = measure(8, args.half, targets=TARGETS["h200"].devices(8) or parser.error(f"--h200: {NO_PLUGIN}"))
-        print(table(rows))
-        commands.publish(f"communication_{args.half}_h200", {"steps": rows}, table(rows), args.out)
-        return
-    rows = [row for devices in DEVICES for row in _in_subprocess(devices, args.half)]
+        name = f"{name}_h200"
+    else:
+        rows = [row for devices in DEVICES for row in _in_subprocess(devices, args.half)]
     print(table(rows))
-    commands.publish(f"communication_{args.half}", {"steps": rows}, table(rows), args.out)
+    commands.publish(name, {"steps": rows, **versions}, table(rows), args.out)
 
 
 if __name__ == "__main__":

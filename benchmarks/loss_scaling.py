@@ -171,13 +171,10 @@ def main() -> None:
     results: dict[str, dict[str, Row]] = previous(file, args.out)
     if args.sharded:
         for dtype in args.dtypes:
-            results[f"sharded over {sharded_steps.DEVICES} devices, {dtype}"] = measure_sharded(
-                widths, dtype, args.rounds
-            )
+            name = f"sharded over {sharded_steps.DEVICES} devices, {dtype}"
+            results[name] = measure_sharded(widths, dtype, args.rounds)
         commands.publish(file, results, table(results), args.out)
-        print(table(results))
-        return
-    for bound, dtype, donated in itertools.product(args.bound, args.dtypes, DONATED):
+    for bound, dtype, donated in itertools.product(() if args.sharded else args.bound, args.dtypes, DONATED):
         batch = large_batch if bound == BOUND[0] else 4
         name = f"{bound}, {dtype}, {donated}"
         # Long steps vary less from round to round.
