@@ -13,25 +13,13 @@ from .linen import cross_entropy
 from .program import dense_params, labelled, program
 
 
-def mlp_with(activation: Any, key: jax.Array) -> tuple[Any, Any, Any]:
-    """A network around an activation."""
+def layer_with(layer: Any, key: jax.Array, activation: Any = jnp.tanh) -> tuple[Any, Any, Any]:
+    """A network whose layers `layer(x, w)`, or whose activation, have a custom derivative rule."""
 
     def loss_fn(params, batch):
         x, labels = batch
         for weights in params[:-1]:
-            x = activation(x @ weights["w"] + weights["b"])
-        return cross_entropy(x @ params[-1]["w"] + params[-1]["b"], labels)
-
-    return loss_fn, dense_params(key, 64, 64, 64, 16), labelled(key, (256, 64))
-
-
-def layer_with(layer: Any, key: jax.Array) -> tuple[Any, Any, Any]:
-    """A network whose layers `layer(x, w)` have a custom derivative rule."""
-
-    def loss_fn(params, batch):
-        x, labels = batch
-        for weights in params[:-1]:
-            x = jnp.tanh(layer(x, weights["w"]) + weights["b"])
+            x = activation(layer(x, weights["w"]) + weights["b"])
         return cross_entropy(x @ params[-1]["w"] + params[-1]["b"], labels)
 
     return loss_fn, dense_params(key, 64, 64, 64, 16), labelled(key, (256, 64))
@@ -84,7 +72,7 @@ smooth.defjvps(lambda t, out, x: t * jax.nn.sigmoid(x))
 @program()
 def custom_jvp_softplus(key):
     """exp and log1p under a custom_jvp: float32 inside, the rule kept."""
-    return mlp_with(smooth, key)
+    return layer_with(lambda x, w: x @ w, key, smooth)
 
 
 @jax.custom_jvp
