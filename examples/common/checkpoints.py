@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,21 +40,17 @@ class Checkpoints:
         barriers = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=self._folder.name)
         own: dict[str, Any] = {"cleanup_tmp_directories": self._clean, "multiprocessing_options": barriers}
         options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True, **own)
-        try:
+        with _writing(self._folder):
             return ocp.CheckpointManager(self._folder, options=options)
-        except OSError as error:
-            raise _unwritable(self._folder, error) from error
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
+        # An error that is propagating matters more.
+        with _writing(self._folder) if kind is None else contextlib.suppress(Exception):
             self._manager.wait_until_finished()
             self._manager.close()
-        except Exception as error:
-            if kind is None:  # Otherwise, the error that is propagating matters more.
-                raise _unwritable(self._folder, error) from error
 
     @property
     def steps(self) -> list[int]:
@@ -76,10 +72,8 @@ class Checkpoints:
             return
         stored = record(state, position)
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(stored))
-        try:
+        with _writing(self._folder):
             self._manager.save(step, args=items)
-        except Exception as error:
-            raise _unwritable(self._folder, error) from error
 
     def restore(self, like: Callable[[dict[str, Any]], Any], *, resume: bool = False) -> Restored | None:
         """Restores the newest readable state and its position. Returns None if nothing was saved yet.
@@ -165,12 +159,16 @@ def newest_position(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _unwritable(folder: Path, error: Exception) -> UsageError:
-    why = disk_problem(error)
-    if why is None:
-        raise error
-    remedy = "Free disk space or use another folder; --resume continues from the last complete checkpoint."
-    return UsageError(f"a checkpoint can't be written to {str(folder)!r}: {why}. {remedy}")
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Reports a problem of the disk in words."""
+    try:
+        yield
+    except Exception as error:
+        if (why := disk_problem(error)) is None:
+            raise
+        remedy = "Free disk space or use another folder; --resume continues from the last complete checkpoint."
+        raise UsageError(f"a checkpoint can't be written to {str(folder)!r}: {why}. {remedy}") from error
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
