@@ -15,6 +15,7 @@ version.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -29,13 +30,13 @@ from examples.common.cli import UsageError, one_line, process_id, say
 from examples.common.flags import as_text
 
 
-class RunFolder:
+class RunFolder(contextlib.ExitStack):
     """The paths and files of a run. `create` and `reopen` lock it. As a context manager, it unlocks on exit."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self.path = path
         self.checkpoints, self.best = path / "checkpoints", path / "best"
-        self._lock: Any = None
 
     @classmethod
     def create(cls, output: Path | None, parent: Path, config: Mapping[str, Any]) -> RunFolder:
@@ -60,19 +61,15 @@ class RunFolder:
     @classmethod
     def reopen(cls, output: Path, config: Mapping[str, Any], may_change: Collection[str] = ()) -> RunFolder:
         """Opens the folder of an earlier run, which must have the same settings except those in `may_change`."""
-        folder = cls(output)
-        if not folder.blank:
-            folder._check_same(json.loads(json.dumps(config)), may_change)
-        folder.lock()
-        return folder
-
-    def _check_same(self, now: dict[str, Any], may_change: Collection[str]) -> None:
-        before = self.settings(now.get("script", ""), "--resume")
-        for name in sorted({*before, *now}):
-            if before.get(name) != now.get(name) and name not in may_change:
+        folder, now = cls(output), json.loads(json.dumps(config))
+        before = now if folder.blank else folder.settings(now.get("script", ""), "--resume")
+        for name in sorted({*before, *now}.difference(may_change)):
+            if before.get(name) != now.get(name):
                 differ = f"has {as_text(name, before.get(name))}, but this command has {now.get(name)}"
                 remedy = "Leave it out, or start a new run in another folder."
-                raise UsageError(f"--resume: the run in {str(self.path)!r} {differ}. {remedy}")
+                raise UsageError(f"--resume: the run in {str(output)!r} {differ}. {remedy}")
+        folder.lock()
+        return folder
 
     @property
     def blank(self) -> bool:
@@ -80,7 +77,7 @@ class RunFolder:
         return self.path.is_dir() and all(path.name in (".lock", "config.json.part") for path in self.path.iterdir())
 
     def lock(self) -> None:
-        """Locks the folder until `unlock` or the end of this process.
+        """Locks the folder until `close` or the end of this process.
 
         Raises:
             UsageError: Another process has locked it.
@@ -89,24 +86,13 @@ class RunFolder:
             import fcntl
         except ImportError:  # On Windows, the user must avoid two runs in one folder.
             return
-        self._lock = (self.path / ".lock").open("a")
+        file = self.enter_context((self.path / ".lock").open("a"))
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            self.unlock()
+            self.close()
             what = "another process is training there. Wait for it, end it, or give another folder."
             raise UsageError(f"--output {str(self.path)!r}: {what}") from error
-
-    def unlock(self) -> None:
-        """Releases the lock."""
-        if self._lock is not None:
-            self._lock.close()
-
-    def __enter__(self) -> RunFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.unlock()
 
     def settings(self, script: str, flag: str = "--output") -> dict[str, Any]:
         """The flags that the run was started with.

@@ -79,7 +79,7 @@ def test_only_one_process_trains_in_a_folder(tmp_path):
     refused = pytest.raises(UsageError, match="another process is training there")
     with RunFolder.create(tmp_path / "run", tmp_path, config), refused:
         RunFolder.reopen(tmp_path / "run", config)
-    RunFolder.reopen(tmp_path / "run", config).unlock()
+    RunFolder.reopen(tmp_path / "run", config).close()
 
 
 def test_run_with_too_many_bad_images_resumes_with_another_limit(own_photos, tmp_path, capsys):
