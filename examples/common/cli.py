@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import math
 import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jax._src import distributed
 from tqdm import tqdm
@@ -49,6 +50,14 @@ def disk_problem(error: BaseException) -> str | None:
             return known or getattr(cause, "strerror", None)
         cause = cause.__cause__ or cause.__context__
     return None
+
+
+def optional(module: str, lacking: str) -> Any:
+    """Imports a package that only some data need; raises a `UsageError` with the text `lacking` without it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(lacking) from error
 
 
 def listing(names: Sequence[str], limit: int = 5) -> str:

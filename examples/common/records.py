@@ -18,13 +18,13 @@ import struct
 import sys
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from examples.common.cli import UnusableFileError, UsageError, listing, one_line
+from examples.common.cli import UnusableFileError, UsageError, listing, one_line, optional
 
 Record = dict[str, Any]
 
@@ -38,13 +38,16 @@ class Records(abc.ABC):
     Attributes:
         root: Folder or file of the dataset.
         paths: The files with the entries.
+        entries: The entries, or what they are read from.
     """
+
+    entries: Any
 
     def __init__(self, root: Path, paths: Sequence[Path]) -> None:
         self.root, self.paths = root, tuple(paths)
 
-    @abc.abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.entries)
 
     @abc.abstractmethod
     def __getitem__(self, index: int) -> Record:
@@ -152,20 +155,23 @@ def content(record: Record, fields: Sequence[str]) -> bytes:
 
 
 class Examples(Records):
-    """Serialised `tf.train.Example`s, as TensorFlow Datasets and NVIDIA's scripts write them."""
+    """Serialised `tf.train.Example`s, as TensorFlow Datasets and NVIDIA's scripts write them.
 
-    def __init__(self, root: Path, paths: Sequence[Path], source: Any) -> None:
+    Args:
+        root: Folder or file of the dataset.
+        paths: The files.
+        source: A sequence of bytes; by default the records of TFRecord files.
+    """
+
+    def __init__(self, root: Path, paths: Sequence[Path], source: Any = None) -> None:
         super().__init__(root, paths)
-        self._source = source  # a sequence of bytes
-
-    def __len__(self) -> int:
-        return len(self._source)
+        self.entries = TFRecordFiles(paths) if source is None else source
 
     def __getitem__(self, index: int) -> Record:
         from google.protobuf.message import DecodeError
 
         try:
-            features = example_type().FromString(self._source[index]).features.feature
+            features = example_type().FromString(self.entries[index]).features.feature
         except (DecodeError, OSError, RuntimeError, ValueError) as error:
             raise UnusableFileError(f"not a tf.train.Example: {one_line(error, 100)}") from error
         return {name: _feature_value(feature) for name, feature in features.items()}
@@ -212,7 +218,7 @@ class TFRecordFiles(list[Any]):
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        super().__init__((path, *place) for path in paths for place in _tfrecord_places(path))
+        super().__init__(itertools.chain.from_iterable(map(_tfrecord_parts, paths)))
 
     def __getitem__(self, index: Any) -> Any:
         return _read_part(*super().__getitem__(index))
@@ -225,9 +231,9 @@ def _read_part(path: Path, offset: int, size: int) -> bytes:
         return file.read(size)
 
 
-def _tfrecord_places(path: Path) -> list[tuple[int, int]]:
+def _tfrecord_parts(path: Path) -> Iterator[tuple[Path, int, int]]:
     """Offset and size of the content of each record."""
-    size, places, at = path.stat().st_size, [], 0
+    size, at = path.stat().st_size, 0
     with path.open("rb", buffering=0) as file:
         while at < size:
             file.seek(at)
@@ -236,14 +242,8 @@ def _tfrecord_places(path: Path) -> list[tuple[int, int]]:
             if at + length + 16 > size:
                 why = f"the record at byte {at} extends beyond its end at {size}. Unpack it, or copy it again."
                 raise UsageError(f"{str(path)!r} is not a complete, uncompressed TFRecord file: {why}")
-            places.append((at + 12, length))
+            yield path, at + 12, length
             at += length + 16
-    return places
-
-
-def open_tfrecords(root: Path, paths: Sequence[Path]) -> Examples:
-    """The entries of TFRecord files."""
-    return Examples(root, paths, TFRecordFiles(paths))
 
 
 def open_array_records(root: Path, paths: Sequence[Path]) -> Examples:
@@ -264,7 +264,7 @@ class TarFiles(Records):
 
     def __init__(self, root: Path, paths: Sequence[Path]) -> None:
         super().__init__(root, paths)
-        self._entries: list[tuple[str, Path, dict[str, tuple[int, int]]]] = []  # name, shard, field: offset and size
+        self.entries: list[tuple[str, Path, dict[str, tuple[int, int]]]] = []  # name, shard, field: offset and size
         for path in paths:
             try:
                 self._index(path)
@@ -283,26 +283,23 @@ class TarFiles(Records):
                     raise tarfile.ReadError(f"{member.name} is cut off")
                 stem, _, field = base.partition(".")
                 name = os.path.join(folder, stem)
-                if not self._entries or self._entries[-1][:2] != (name, path):
-                    self._entries.append((name, path, {}))
-                places = self._entries[-1][2]
+                if not self.entries or self.entries[-1][:2] != (name, path):
+                    self.entries.append((name, path, {}))
+                places = self.entries[-1][2]
                 if (field := sys.intern(field.lower())) in places:
                     lost = "files of one name are one entry, so all but the last would be lost. Name each differently."
                     raise UsageError(f"{str(path)!r} holds {member.name!r} twice: {lost}")
                 places[field] = member.offset_data, member.size
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def name(self, index: int) -> str:
-        name, shard, _ = self._entries[index]
+        name, shard, _ = self.entries[index]
         return f"{shard.name}/{name}"
 
     def _value(self, index: int, field: str) -> Any:
         return self.__getitem__(index, (field, "json")).get(field)  # Skip other fields, such as the image.
 
     def __getitem__(self, index: int, only: Sequence[str] | None = None) -> Record:
-        _, shard, places = self._entries[index]
+        _, shard, places = self.entries[index]
         fields = places if only is None else places.keys() & only
         record: Record = {field: _read_part(shard, *places[field]) for field in fields}
         if "json" in record:
@@ -317,10 +314,7 @@ class HuggingFace(Records):
     """A dataset that `datasets.Dataset.save_to_disk` wrote, or Parquet files of the hub. Media stay encoded."""
 
     def __init__(self, root: Path, folder: Path | Sequence[Path]) -> None:
-        try:
-            import datasets
-        except ImportError as error:
-            raise UsageError(f'{str(root)!r} needs the package datasets: pip install "mpjax[huggingface]".') from error
+        datasets = optional("datasets", f'{str(root)!r} needs the package datasets: pip install "mpjax[huggingface]".')
         try:
             if isinstance(folder, Path):
                 data: Any = datasets.load_from_disk(str(folder))
@@ -334,25 +328,22 @@ class HuggingFace(Records):
         self._media = {n: f for n, f in data.features.items() if isinstance(f, datasets.Image | datasets.Audio)}
         for name, feature in self._media.items():
             data = data.cast_column(name, type(feature)(decode=False))
-        self._data: Any = data
+        self.entries = data
         files = [Path(file["filename"]) for file in data.cache_files] if isinstance(folder, Path) else folder
         super().__init__(root, files)
 
-    def __len__(self) -> int:
-        return len(self._data)
-
     def __getitem__(self, index: int) -> Record:
-        row = dict(self._data[int(index)])
+        row = dict(self.entries[int(index)])
         for name in self._media:
             value = row[name]
             row[name] = value and (value["bytes"] if value["bytes"] is not None else read_file(Path(value["path"])))
         return row
 
     def column(self, field: str) -> list[Any]:
-        return list(self._data[field])
+        return list(self.entries[field])
 
     def class_names(self, field: str) -> tuple[str, ...] | None:
-        names = getattr(self._data.features[field], "names", None)
+        names = getattr(self.entries.features[field], "names", None)
         return tuple(names) if names else super().class_names(field)
 
 
@@ -373,7 +364,7 @@ _KINDS: dict[str, tuple[str, Callable[[Path, Sequence[Path]], Records]]] = {
     "WebDataset": (r"\.tar$", TarFiles),
     "Parquet": (r"\.parquet$", HuggingFace),
     # ImageNet's shards have no suffix: train-00000-of-01024.
-    "TFRecord": (rf"\.tfrecords?{_NUMBERED}$|-\d+-of-\d+$", open_tfrecords),
+    "TFRecord": (rf"\.tfrecords?{_NUMBERED}$|-\d+-of-\d+$", Examples),
 }
 
 
@@ -387,15 +378,17 @@ def open_records(root: Path, split: str | None = None) -> Records | None:
     Raises:
         UsageError: The shards have none of this split, have several formats, or can't be read.
     """
+    saved = [path.parent.name for path in sorted(root.glob("*/state.json"))]
+    for word in saved if split is None and len(saved) == 1 else SPLITS.get(split or "", ()):
+        if word in saved:
+            return HuggingFace(root, root / word)
     if (root / "dataset_dict.json").is_file():
-        return _open_dictionary(root, split)
+        asked = f"split {split!r}" if split else "single split"
+        raise UsageError(f"{str(root)!r} is a DatasetDict without a {asked}; it holds {listing(saved)}.")
     if (root / "dataset_info.json").is_file() and (root / "state.json").is_file():
         if split not in (None, "train"):
             raise UsageError(f"{str(root)!r} is one dataset without splits; save a DatasetDict with train and test.")
         return HuggingFace(root, root)
-    for word in SPLITS.get(split or "", ()):
-        if (root / word / "state.json").is_file():
-            return HuggingFace(root, root / word)
     files = [root] if root.is_file() else sorted([*root.glob("*"), *root.glob("*/*")])
     found = {path: kind for path in files if (kind := _kind(path)) and path.is_file()}
     if not found and (packed := [path.name for path in files if _COMPRESSED.search(path.name)]):
@@ -437,13 +430,3 @@ def _check_one_set(root: Path, paths: Sequence[Path]) -> None:
         if one and other.startswith((f"{one}-", f"{one}_", f"{one}.")):
             sets = f"two sets of shards of one split, {one!r} and {other!r}: move one away."
             raise UsageError(f"--data-dir {str(root)!r} has {sets}")
-
-
-def _open_dictionary(root: Path, split: str | None) -> Records:
-    there = json.loads((root / "dataset_dict.json").read_text())["splits"]
-    wanted = there[:1] if split is None and len(there) == 1 else SPLITS.get(split or "", ())
-    name = next((word for word in wanted if word in there), None)
-    if name is None:
-        asked = f"split {split!r}" if split else "single split"
-        raise UsageError(f"{str(root)!r} is a DatasetDict without a {asked}; it holds {listing(there)}.")
-    return HuggingFace(root, root / name)

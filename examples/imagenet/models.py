@@ -142,9 +142,8 @@ def _linen_network(name: str, module: nn.Module, policy: mpjax.Policy | None) ->
     def init(key: jax.Array, images: jax.Array) -> Variables:
         variables = module.init(key, images, **mode(train=False))
         if others := sorted(set(variables) - {"params", "batch_stats"}):
-            raise UsageError(
-                f"--model {name}: it has the collections {', '.join(others)}; this script keeps params and batch_stats."
-            )
+            kept = "this script keeps params and batch_stats."
+            raise UsageError(f"--model {name}: it has the collections {', '.join(others)}; {kept}")
         return Variables(variables["params"], variables.get("batch_stats", {}))
 
     def apply(variables: Variables, images: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Any]:

@@ -35,6 +35,8 @@ from examples.imagenet.models import KINDS, check_outputs_of, network, read_pret
 
 # The images that the flags give: in folders or shards, of an installed package, or synthetic.
 
+IMAGENET_IMAGES = 1_281_167  # for training
+
 
 class Data(NamedTuple):
     """The images of a run, of which some may not be needed, and what a model must know about them."""
@@ -50,22 +52,28 @@ def open_data(config: Config, about: Description | None = None) -> Data:
         whole = about.image_shape[-1] == 1  # a grey model sees the whole of each image of `--images`
         if whole if config.images else config.data_dir is None:
             config.refuse_flags_of_files()
-        test = None if config.images else _open(config, ["val"], about.classes)[0]
-        if test is not None:
-            _check_same(about, test)
+        if config.images:
+            return Data(about)
+        (test,) = _open(config, ["val"], about.classes)
+        if tuple(test.classes) != about.classes:
+            differ = f"the classes {listing(about.classes)}, but {test.name} has {listing(test.classes)}"
+            remedy = "Give the --data-dir that it was trained on, or one with the same class folders."
+            raise UsageError(f"the model has {differ}. {remedy}")
+        if test.image_shape != about.image_shape:
+            raise UsageError(f"the model takes images of {about.image_shape}, but {test.name} has {test.image_shape}.")
         return Data(about, None, test)
     if config.is_benchmark:
         # A user's model is benchmarked with ImageNet's shape and classes.
-        kind = KINDS.get(config.model_name, KINDS["resnet50"])
-        images = data.Synthetic((config.side, config.side, kind.image_shape[-1]), kind.classes)
-        return Data(images.description, images, images)
+        kind, side = KINDS.get(config.model_name, KINDS["resnet50"]), config.side
+        names, channels = tuple(map(str, range(kind.classes))), kind.image_shape[-1]
+        return Data(Description(names, (side, side, channels), (0.5,) * channels, (0.29,) * channels))
     train, test = _open(config, ["train", "val"])
     if len(train.classes) < 2:
         raise UsageError(f"{train.name} has one class, {train.classes[0]!r}: there is nothing to learn; add another.")
     if 2 * len(train.classes) > len(train):
         found = f"{train.name}: {len(train.classes)} classes for {len(train)} images"
         print(f"{found}: are the labels captions? --label-field names the field of shards.", file=sys.stderr)
-    return Data(train.description, train, test)
+    return Data(Description(tuple(train.classes), train.image_shape, train.mean, train.std), train, test)
 
 
 def _open(config: Config, splits: Sequence[str], classes: Sequence[str] | None = None) -> Sequence[Dataset]:
@@ -73,15 +81,6 @@ def _open(config: Config, splits: Sequence[str], classes: Sequence[str] | None =
         return [data.EMBEDDED[config.embedded]("train" if split == "train" else "test") for split in splits]
     fields = config.image_field, config.label_field
     return open_image_folder(config.data_dir, config.view, config.max_unreadable, splits, fields, classes)
-
-
-def _check_same(about: Description, images: Dataset) -> None:
-    if tuple(images.classes) != about.classes:
-        differ = f"the classes {listing(about.classes)}, but {images.name} has {listing(images.classes)}"
-        remedy = "Give the --data-dir that it was trained on, or one with the same class folders."
-        raise UsageError(f"the model has {differ}. {remedy}")
-    if images.image_shape != about.image_shape:
-        raise UsageError(f"the model takes images of {about.image_shape}, but {images.name} has {images.image_shape}.")
 
 
 class ImageTask(Task):
@@ -93,9 +92,9 @@ class ImageTask(Task):
     def __init__(self, config: Config, parallel: DataParallel, data: Data) -> None:
         super().__init__(config, parallel, data)
         self.about = data.about
-        self.train_set: Any = data.train
         self.test_set: Any = data.test
-        self.sets = {name: x for name, x in (("train", data.train), ("test", data.test)) if x is not None}
+        self.sets = {name: x for name, x in data._asdict().items() if isinstance(x, Dataset)}
+        self.steps = IMAGENET_IMAGES // self.batch_size  # of a benchmark
         if data.train is not None:
             self.check_batch_size(data.train.name, len(data.train))
             self.steps = len(data.train) // self.batch_size
@@ -103,7 +102,7 @@ class ImageTask(Task):
             # A test set smaller than a batch is not padded to a full batch.
             self.test_count = len(data.test)
             self.test_batch_size = parallel.filled(min(self.batch_size, self.test_count))
-        named = next((x.name for x in self.sets.values()), "images")
+        named = next((x.name for x in self.sets.values()), "synthetic images" if config.is_benchmark else "images")
         self.title = f"{config.model_name} on {named}, policy {config.policy}"
         self._stream: Any = None
 
@@ -128,11 +127,12 @@ class ImageTask(Task):
         return [data.empty_batch(batch_size, self.about.image_shape)]
 
     def synthetic_batch(self) -> Batch:
-        return data.random_batch(self.about, self.batch_size)
+        rng, size = np.random.default_rng(0), self.batch_size
+        images = rng.integers(0, 256, (size, *self.about.image_shape), np.uint8)
+        return Batch(images, rng.integers(0, len(self.about.classes), size, np.int32), np.ones(size, np.float32))
 
     def benchmark_facts(self, items_per_second: float) -> dict[str, Any]:
-        images = {"data": self.train_set.name, "image_shape": self.about.image_shape}
-        return {"model": self.config.model_name, **images}
+        return {"model": self.config.model_name, "data": "synthetic images", "image_shape": self.about.image_shape}
 
     def close(self) -> None:
         if self._stream is not None:
@@ -142,9 +142,9 @@ class ImageTask(Task):
         if self._stream is None:
             # One stream over all epochs, so that the next epoch's first batches load during evaluation.
             how: dict[str, Any] = {"augment": self.config.augment, "loading": self.loading}
+            how["first"] = epoch * self.steps + first
             how |= {"last": self.epochs * self.steps} if self.config.action == "train" else {}
-            how |= {"first": epoch * self.steps + first}
-            self._stream = data.train_batches(self.train_set, self.batch_size, self.config.seed, **how)
+            self._stream = data.train_batches(self.data.train, self.batch_size, self.config.seed, **how)
         return itertools.islice(self._stream, self.steps - first)
 
     # Model, loss and step.
@@ -239,9 +239,7 @@ class ImageTask(Task):
         if self.best is not None:
             _ = self._compiled_test
 
-    def test(
-        self, weights: Variables, between_steps: Callable[[], None] = lambda: None, *, last: bool = True
-    ) -> dict[str, Any]:
+    def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
         step, sums = self._compiled_test, self._zero()
         for batch in data.evaluation_batches(self.test_set, self.test_batch_size, self.loading):
             between_steps()
@@ -271,14 +269,13 @@ class ImageTask(Task):
         for line in predictions if config.images else ():
             known = f"{line['class']} ({line['probability']:.1%})" if line["class"] else "inf or NaN"
             say(f"{line['image']}: {known}")
-        truths = Counter(line["truth"] for line in predictions if "truth" in line)
-        right = Counter(line["truth"] for line in predictions if "truth" in line and line["class"] == line["truth"])
+        pairs = [(line["truth"], line["class"]) for line in predictions if "truth" in line]
+        truths, right = Counter(truth for truth, _ in pairs), Counter(truth for truth, found in pairs if truth == found)
         by_class = {name: {"images": truths[name], "accuracy": right[name] / truths[name]} for name in sorted(truths)}
         results = {"policy": config.policy, "model": config.model_name, "classes": by_class, "predictions": predictions}
         folder = config.output or Path()
         write_json(folder / "predictions.json", results)
-        if truths:
-            pairs = [(line["truth"], line["class"]) for line in predictions]
+        if pairs:
             draw_confusion(pairs, classes, folder / "confusion.png")
         say(f"{len(predictions)} predictions in {folder / 'predictions.json'}")
         return results | {"unreadable_files": unreadable, "test_nonfinite": nonfinite}
