@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -152,11 +151,6 @@ class RunConfig(abc.ABC):
     def is_benchmark(self) -> bool:
         """Whether the mode measures speed rather than trains."""
         return self.mode in BENCHMARKS
-
-    @property
-    def threads(self) -> int:
-        """Number of threads that load data."""
-        return self.workers or os.cpu_count() or 1
 
     def settings(self) -> dict[str, Any]:
         """The flags that are stored with a run, as JSON."""

@@ -101,10 +101,9 @@ def parse(config: type[C], program: str, arguments: Sequence[str]) -> C:
 def check_ranges(config: Any) -> None:
     """Raises a `UsageError` if a number is out of its flag's range."""
     for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
-        value = getattr(config, name)
-        for part in (hint, *typing.get_args(hint)):
-            allowed = next(iter(getattr(part, "__metadata__", ())), None)
-            if allowed is not None and value is not None and not allowed.low <= value <= allowed.high:
+        value, parts = getattr(config, name), (hint, *typing.get_args(hint))
+        for allowed in (allowed for part in parts for allowed in getattr(part, "__metadata__", ())):
+            if value is not None and not allowed.low <= value <= allowed.high:
                 raise UsageError(f"--{name.replace('_', '-')} {value}: give {allowed.text}.")
 
 
@@ -116,13 +115,13 @@ def names_stored(config: Any, *how: Stored) -> list[str]:
 def stored_flags(config: Any) -> dict[str, Any]:
     """The flags that are stored with a run, as JSON."""
     values = {name: getattr(config, name) for name in names_stored(config, "fixed", "free", "running")}
-    return {name: _absolute(value) if isinstance(value, Path) else value for name, value in values.items()}
+    paths = {name: several(value) for name, value in values.items() if isinstance(value, Path)}
+    return values | {name: ",".join(str(part.absolute()) for part in parts) for name, parts in paths.items()}
 
 
-def _absolute(path: Path) -> str:
-    """The absolute path, or the absolute paths of several that are joined by commas."""
-    parts = [path] if path.exists() else map(Path, str(path).split(","))
-    return ",".join(str(part.absolute()) for part in parts)
+def several(path: Path) -> list[Path]:
+    """The path, or the paths of several that are joined by commas."""
+    return [path] if path.exists() else [*map(Path, str(path).split(","))]
 
 
 def as_text(name: str, value: Any) -> str:

@@ -5,6 +5,7 @@ Decoding and resizing release the GIL. Processes decoded no more images per CPU 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
@@ -39,7 +40,5 @@ def loaded(source: Any, load: Callable[[Any], Any], loading: Loading) -> Generat
     threads = grain.ReadOptions(num_threads=loading.workers, prefetch_buffer_size=loading.workers + 1)
     stream = source.map(load).to_iter_dataset(threads).map(loading.put)
     batches: Any = iter(grain.experimental.ThreadPrefetchIterDataset(stream, prefetch_buffer_size=_AHEAD))
-    try:
+    with contextlib.closing(batches):
         yield from batches
-    finally:
-        batches.close()

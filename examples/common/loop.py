@@ -146,9 +146,8 @@ class _Run:
         task.compile()
         say(f"compiled in {time.perf_counter() - started:.1f} s; output in {self.folder.path}")
         done, quiet = self.epoch * task.steps + self.batch, not sys.stderr.isatty()
-        pace: dict[str, Any] = {"mininterval": 10 if quiet else 0.1, "disable": process_id() > 0}
-        bar = tqdm(total=task.epochs * task.steps, initial=done, dynamic_ncols=True, **pace)
-        self.bar = self.stack.enter_context(bar)
+        pace: dict[str, Any] = {"mininterval": 10 if quiet else 0.1, "disable": process_id() > 0, "dynamic_ncols": True}
+        self.bar = self.stack.enter_context(tqdm(total=task.epochs * task.steps, initial=done, **pace))
         while self.epoch < task.epochs and not self._patience_exhausted():
             line = self._train_epoch()
             self.lines.append(line)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import itertools
 import shlex
 import sys
@@ -96,7 +96,7 @@ def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
         return {}
     epochs = (task.batches(epoch, 0) for epoch in itertools.count())
     batches = (other for epoch in epochs for other in epoch if shape_of(other) == shape_of(batch))
-    try:
+    with contextlib.closing(task):
         if config.profile:
             say(str(mpjax.profile(step, task.initial_state(), steps=10, batches=batches)))
         else:
@@ -107,8 +107,6 @@ def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
                 return loss(params, stats, batch, jax.random.key(0))[0]
 
             say(str(mpjax.numerics(loss_fn, state.params, batches=itertools.islice(batches, 2))))
-    finally:
-        task.close()
     return {}
 
 
@@ -136,8 +134,7 @@ def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
             return outputs
 
         sizes = {"warmup": config.warmup_steps, "iterations": config.num_iter, "items": task.batch_size}
-        last, results = measure(step, **sizes, unit=unit, one_by_one=not training)
-        results |= {name: last[name].item() for name in ("loss_scale", "skipped_steps") if training}
+        last, found = measure(step, **sizes, unit=unit, one_by_one=not training)
         results = {
             **{name: getattr(config, name) for name in ("mode", "policy", "amp", "batch_size", "warmup_steps")},
             "environment": environment(),
@@ -146,8 +143,9 @@ def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
             "iterations": config.num_iter,
             "compile_seconds": seconds,
             "program_bytes": size,
-            **results,
-            **task.benchmark_facts(results[f"{unit}_per_second"]),
+            **found,
+            **{name: last[name].item() for name in ("loss_scale", "skipped_steps") if training},
+            **task.benchmark_facts(found[f"{unit}_per_second"]),
         }
         write_json(folder.path / "benchmark.json", results)
     latency = ", ".join(f"{name} {value:.1f}" for name, value in results["latency_milliseconds"].items())
@@ -204,8 +202,7 @@ def evaluate(config: RunConfig, kind: type[Task]) -> dict[str, Any]:
     task.report(config.output)
     results = {"policy": config.policy, "amp": config.amp, **metrics, **task.facts()}
     if config.export is not None:
-        assert config.output is not None
-        results |= export(task, variables, config.output, config.export)
+        results |= export(task, variables, config.output or Path(), config.export)
     return results
 
 
@@ -236,10 +233,8 @@ def open_model(config: RunConfig, kind: type[Task]) -> tuple[Task, Variables]:
     if config.weights is None:
         return task, task.run_variables(folder)
     like = jax.eval_shape(task.training.init, 0)
-    float32 = mpjax.get_policy("float32")
-    wanted = jax.eval_shape(float32.cast_to_param, like.params)
-    read = file_variables(config.weights, Variables(wanted, like.stats), "--weights")
-    return task, task.parallel.replicate(read)
+    wanted = Variables(mpjax.get_policy("float32").cast_to_param(like.params), like.stats)
+    return task, task.parallel.replicate(file_variables(config.weights, wanted, "--weights"))
 
 
 def cast_to_policy(task: Task, variables: Variables) -> Variables:
@@ -278,8 +273,8 @@ def export(task: Task, variables: Variables, folder: Path, dtype: str) -> dict[s
 
 
 def _tested(task: Task, dtype: str, variables: Variables) -> dict[str, Any]:
-    precision = {"policy": f"params={dtype},compute={dtype},output=float32", "amp": "module", "loss_scale": None}
-    other = task.with_config(dataclasses.replace(task.config, **precision))
+    policy = f"params={dtype},compute={dtype},output=float32"
+    other = task.with_flags(policy=policy, amp="module", loss_scale=None)
     return other.test(cast_to_policy(other, variables), lambda: None)
 
 

@@ -27,11 +27,9 @@ def learning_rate_schedule(flags: RunConfig, steps: int) -> optax.Schedule:
 def create_optimizer(flags: RunConfig, schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
     """Builds the optimizer of the flags, in their precision; `schedule` is a function of the number of updates."""
     policy, loss_scale = mpjax.get_policy(flags.policy), flags.loss_scale
-    optimizer: Any = optax.chain(
-        # The gradients are unscaled at any loss scale. See mpjax.value_and_grad.
-        optax.clip_by_global_norm(flags.clip_norm) if flags.clip_norm else optax.identity(),
-        _rule(flags, schedule),
-    )
+    # The gradients are unscaled at any loss scale. See mpjax.value_and_grad.
+    clip = optax.clip_by_global_norm(flags.clip_norm) if flags.clip_norm else optax.identity()
+    optimizer: Any = optax.chain(clip, _rule(flags, schedule))
     if flags.freeze:
         # First of all, so that clipping ignores them; and last, so that they do not decay.
         frozen = optax.masked(optax.set_to_zero(), functools.partial(_matching, flags.freeze))

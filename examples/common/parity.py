@@ -8,6 +8,7 @@ variable FLAGS holds flags for all runs: `FLAGS="--epochs 14" python -m mpjax pa
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -57,11 +58,9 @@ class Maker:
             return state, outputs["totals"]["loss"] / outputs["totals"]["count"]
 
         def batches() -> Iterator[Any]:
-            try:
+            with contextlib.closing(seeded):
                 for epoch in range(task.epochs):
                     yield from seeded.batches(epoch, 0)
-            finally:
-                seeded.close()
 
         def metric(state: TrainState) -> float:
             return task.test(task.training.weights(state), lambda: None)[name]

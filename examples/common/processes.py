@@ -93,8 +93,6 @@ def gather(value: Any) -> list[Any]:
 
 def together(function: Callable[[], T]) -> T:
     """Runs a function on every process, which uses no devices. A `UsageError` of one is raised on all."""
-    if not several():
-        return function()
     try:
         result = function()
     except UsageError as error:

@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import functools
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,6 +62,7 @@ class Task(abc.ABC):
     predict: Any  # (Variables) -> the results
     synthetic_batch: Any  # () -> a batch shaped as the largest of `example_batches`
     inference_step: Any  # () -> a jitted function (Variables, batch) -> predictions
+    benchmark_facts: Any  # (items per second) -> settings and further figures for benchmark.json
 
     def __init__(self, config: Any, parallel: DataParallel, data: Any) -> None:
         self.config, self.parallel, self.data = config, parallel, data
@@ -90,10 +92,6 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
         """Test metrics. Call `between_steps` before each step. `last` is whether training has ended."""
-
-    def benchmark_facts(self, items_per_second: float) -> dict[str, Any]:
-        """Settings of the model and the data for benchmark.json, and further figures derived from a speed."""
-        return {}
 
     def description(self) -> dict[str, Any]:
         """The facts about the data that the model needs, as JSON. With the flags, they suffice to use the model."""
@@ -135,9 +133,9 @@ class Task(abc.ABC):
         """`metric`; None if the mode has no tests."""
         return None if self.config.mode == "train" else self.metric
 
-    def with_config(self, config: Any) -> Any:
-        """Returns a task with the same data and other flags."""
-        return type(self)(config, self.parallel, self.data)
+    def with_flags(self, **flags: Any) -> Any:
+        """Returns a task with the same data and these flags instead of its own."""
+        return type(self)(dataclasses.replace(self.config, **flags), self.parallel, self.data)
 
     def headline(self) -> str:
         """One line with the model, the policy, the data and the devices."""
@@ -152,7 +150,7 @@ class Task(abc.ABC):
     @property
     def loading(self) -> Loading:
         """How batches are loaded."""
-        return Loading(self.config.threads, self.parallel.put_own, self.parallel.own)
+        return Loading(self.config.workers or os.cpu_count() or 1, self.parallel.put_own, self.parallel.own)
 
     def initial_state(self) -> TrainState:
         return self.training.init(self.config.seed)
@@ -198,8 +196,8 @@ class Task(abc.ABC):
         """Restores the newest state in the precision that it was trained in."""
 
         def like(position: dict[str, Any]) -> Any:
-            config = dataclasses.replace(self.config, **position["precision"])
-            return (self if config == self.config else self.with_config(config)).abstract_state()
+            precision = position["precision"]
+            return (self if precision == self.config.precision else self.with_flags(**precision)).abstract_state()
 
         return checkpoints.restore(like, resume=resume)
 
@@ -239,8 +237,7 @@ class Task(abc.ABC):
             settings = other.settings(self.config.script, "--init-from")
             same = {"model"} if settings.get("model") == getattr(self.config, "model", None) else set()
             values = self.config.like(settings, source, same, names_stored(self.config, "running"))
-            task = self.with_config(dataclasses.replace(self.config, **values))
-            variables = task.run_variables(other, "--init-from")
+            variables = self.with_flags(**values).run_variables(other, "--init-from")
             check_alike(variables.params, state.params, f"--init-from {str(source)!r}")
         else:
             like = Variables(training.float32_params(state), state.stats)

@@ -67,20 +67,19 @@ def _open(path: File) -> soundfile.SoundFile:
         raise UnusableFileError(f"it cannot be opened: {error.strerror}") from error
     except soundfile.SoundFileError as error:
         raise UnusableFileError(f"not readable as audio: {_reason(error)}") from error
-    # libsndfile reads truncated WAV files, and reports the truncation only in its log.
-    cut = _CUT_SHORT.search(file.extra_info)
-    if cut and int(cut[1]) < _STREAMED:
-        file.close()
-        raise UnusableFileError(f"damaged: cut short, {cut[2]} bytes of audio but its header says {cut[1]}")
-    problem = "it holds no samples" if file.frames <= 0 else _rate_or_length_problem(file, path)
-    if problem:
+    if problem := _problem(file, path):
         file.close()
         raise UnusableFileError(problem)
     return file
 
 
-def _rate_or_length_problem(file: soundfile.SoundFile, path: File) -> str | None:
+def _problem(file: soundfile.SoundFile, path: File) -> str | None:
     """What is wrong with the sample rate or the length in the header, as far as the file itself can tell."""
+    # libsndfile reads truncated WAV files, and reports the truncation only in its log.
+    if (cut := _CUT_SHORT.search(file.extra_info)) and int(cut[1]) < _STREAMED:
+        return f"damaged: cut short, {cut[2]} bytes of audio but its header says {cut[1]}"
+    if file.frames <= 0:
+        return "it holds no samples"
     if not RATES[0] <= file.samplerate <= RATES[1]:
         return f"its sample rate of {file.samplerate} Hz is not plausible"
     if file.format == "OGG" and (streams := len(_OGG_STREAM.findall(path.read_bytes()))) > 1:

@@ -43,14 +43,13 @@ class Shape(NamedTuple):
     def zeros(self) -> Batch:
         """A batch of this shape that contains only padding."""
         size = self.batch
-        return Batch(
-            np.zeros((size, self.samples), np.float32),
-            np.zeros(size, np.int32),
-            np.zeros((size, self.characters), np.int32),
-            np.zeros(size, np.int32),
+        audio, labels = np.zeros((size, self.samples), np.float32), np.zeros((size, self.characters), np.int32)
+        lengths, weights, indices = (
+            np.zeros((2, size), np.int32),
             np.zeros(size, np.float32),
             np.full(size, -1, np.int32),
         )
+        return Batch(audio, lengths[0], labels, lengths[1], weights, indices)
 
 
 class _Plan(NamedTuple):
@@ -58,7 +57,6 @@ class _Plan(NamedTuple):
 
     shape: Shape
     indices: np.ndarray  # [batch or fewer]
-    draw: Draw  # for those
 
 
 class Buckets:
@@ -101,13 +99,13 @@ class Buckets:
         order = rng.permutation(len(self._speech))[: self.steps * self._batch_size]
         draw = self._perturbation.draw(rng, len(self._speech))
         plans = self._plans(order, self._perturbation, draw)
-        return self._load_all([plans[i] for i in rng.permutation(len(plans))[first:]], self._perturbation)
+        return self._load_all([plans[i] for i in rng.permutation(len(plans))[first:]], self._perturbation, draw)
 
     def evaluation_batches(self) -> Iterator[Batch]:
         """All utterances once, unperturbed, from short to long; the last batch is padded."""
         order = np.argsort(self._speech.samples, kind="stable")
         unchanged = NO_PERTURBATION.draw(np.random.default_rng(0), len(order))
-        return self._load_all(self._plans(order, NO_PERTURBATION, unchanged), NO_PERTURBATION)
+        return self._load_all(self._plans(order, NO_PERTURBATION, unchanged), NO_PERTURBATION, unchanged)
 
     def _edges(self, count: int) -> list[int]:
         samples = self._speech.samples
@@ -127,27 +125,22 @@ class Buckets:
         for number, shape in enumerate(self.shapes):
             members = np.concatenate([rest, order[bucket_of == number]])
             full = len(members) // self._batch_size * self._batch_size
-            plans += [_plan(shape, part, draw) for part in members[:full].reshape(-1, self._batch_size)]
+            plans += [_Plan(shape, part) for part in members[:full].reshape(-1, self._batch_size)]
             rest = members[full:]
-        return [*plans, _plan(self.shapes[-1], rest, draw)] if len(rest) else plans
+        return [*plans, _Plan(self.shapes[-1], rest)] if len(rest) else plans
 
-    def _load_all(self, plans: Sequence[_Plan], perturbation: Perturbation) -> Iterator[Batch]:
-        return loaded(plans, lambda plan: self._load(plan, perturbation), self._loading)
+    def _load_all(self, plans: Sequence[_Plan], perturbation: Perturbation, draw: Draw) -> Iterator[Batch]:
+        return loaded(plans, lambda plan: self._load(plan, perturbation, draw), self._loading)
 
-    def _load(self, plan: _Plan, perturbation: Perturbation) -> Batch:
-        own, shape = self._own, plan.shape
-        batch = shape._replace(batch=len(range(shape.batch)[own])).zeros()
-        for row, (index, speed, gain) in enumerate(zip(plan.indices[own], *(x[own] for x in plan.draw), strict=True)):
-            audio = self._speech.load(int(index))
-            if audio is None:
+    def _load(self, plan: _Plan, perturbation: Perturbation, draw: Draw) -> Batch:
+        shape, (speeds, gains) = plan.shape, draw
+        batch = shape._replace(batch=len(range(shape.batch)[self._own])).zeros()
+        for row, index in enumerate(plan.indices[self._own]):
+            if (audio := self._speech.load(int(index))) is None:
                 continue
-            audio, labels = perturbation.apply(audio, int(speed), gain), self._speech.labels[index]
+            audio, labels = perturbation.apply(audio, int(speeds[index]), gains[index]), self._speech.labels[index]
             batch.audio[row, : len(audio)] = audio
             batch.labels[row, : len(labels)] = labels
             batch.audio_lengths[row], batch.label_lengths[row] = len(audio), len(labels)
             batch.weights[row], batch.indices[row] = 1, index
         return batch
-
-
-def _plan(shape: Shape, indices: np.ndarray, draw: Draw) -> _Plan:
-    return _Plan(shape, indices, (draw[0][indices], draw[1][indices]))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from examples.common.cli import SkippedFiles, UnusableFileError, UsageError, listing
+from examples.common.flags import several
 from examples.common.records import Entry, Records, fingerprint, open_records
 from examples.speech.audio import SAMPLE_RATE, File, audio_length, read_audio
 
@@ -50,12 +51,7 @@ class Speech:
     """
 
     def __init__(
-        self,
-        name: str,
-        utterances: Sequence[Utterance],
-        alphabet: Alphabet,
-        max_skipped: float,
-        max_seconds: float = math.inf,
+        self, name: str, utterances: Sequence[Utterance], alphabet: Alphabet, max_skipped: float, max_seconds: float
     ) -> None:
         self.name, self.alphabet = name, alphabet
         self.skipped = SkippedFiles(len(utterances), max_skipped, "--max-skipped")
@@ -255,10 +251,8 @@ def open_speech(
         raise UsageError(f"--audio-field and --text-field are for shards, and {str(path)!r} holds none.")
     elif path.is_dir():
         utterances = read_librispeech(path)
-    elif path.is_file():
-        utterances = read_csv(path)
-    elif "," in str(path) and all(part.is_file() for part in map(Path, str(path).split(","))):
-        utterances = [utterance for part in str(path).split(",") for utterance in read_csv(Path(part))]
+    elif all(part.is_file() for part in several(path)):
+        utterances = [utterance for part in several(path) for utterance in read_csv(part)]
     else:
         table = "a CSV file with columns wav_filename,wav_filesize,transcript, the folder of a LibriSpeech tree"
         shards = "shards (*.tfrecord, *.array_record, *.tar, a saved Hugging Face dataset)"

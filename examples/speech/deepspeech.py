@@ -198,9 +198,7 @@ def recur_by_scan(
     return jax.lax.scan(step, start, (inputs, offset, mask), reverse=reverse)[1]
 
 
-def _run_forward(
-    cell: Cell, reverse: bool, inputs: jax.Array, kernel: jax.Array, mask: jax.Array
-) -> tuple[jax.Array, Any]:
+def _run_forward(cell: Cell, reverse: bool, inputs: jax.Array, kernel: jax.Array, mask: jax.Array) -> tuple[Any, Any]:
     scan = partial(recur_by_scan, cell, reverse, kernel, mask)
     outputs, pullback, before = jax.vjp(scan, inputs, _no_offset(inputs, kernel), has_aux=True)
     return outputs, (pullback, before)

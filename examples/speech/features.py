@@ -82,16 +82,13 @@ def mel_filters(mels: int, fft_size: int) -> np.ndarray:
     Source: M. Slaney, "Auditory Toolbox", Interval Research 1998.
     """
     top = _BREAK / _LINEAR_STEP + np.log(SAMPLE_RATE / 2 / _BREAK) / _LOG_STEP  # in the logarithmic part
-    edges = _mel_to_hz(np.linspace(0, top, mels + 2))
+    mel = np.linspace(0, top, mels + 2)
+    above = mel - _BREAK / _LINEAR_STEP
+    edges = np.where(above < 0, mel * _LINEAR_STEP, _BREAK * np.exp(_LOG_STEP * above))  # in Hz
     bins = np.linspace(0, SAMPLE_RATE / 2, fft_size // 2 + 1)[:, None]
     rising = (bins - edges[:-2]) / (edges[1:-1] - edges[:-2])
     falling = (edges[2:] - bins) / (edges[2:] - edges[1:-1])
     return (np.maximum(0, np.minimum(rising, falling)) * 2 / (edges[2:] - edges[:-2])).astype(np.float32)
-
-
-def _mel_to_hz(mels: np.ndarray) -> np.ndarray:
-    above = mels - _BREAK / _LINEAR_STEP
-    return np.where(above < 0, mels * _LINEAR_STEP, _BREAK * np.exp(_LOG_STEP * above))
 
 
 # SpecAugment on the device; speed and volume perturbation on the host.
@@ -100,17 +97,12 @@ def _mel_to_hz(mels: np.ndarray) -> np.ndarray:
 # SciPy does the resampling.
 
 
-def spec_augment(
-    key: jax.Array,
-    features: jax.Array,
-    lengths: jax.Array,
-    *,
-    time_masks: int = 2,
-    max_time: int = 10,
-    frequency_masks: int = 2,
-    max_frequency: int = 8,
-    max_share: float = 0.2,
-) -> jax.Array:
+# Bands of an utterance and their largest width: in frames, which is also at most this share of it; in coefficients.
+TIME_MASKS, MAX_TIME, MAX_SHARE = 2, 10, 0.2
+FREQUENCY_MASKS, MAX_FREQUENCY = 2, 8
+
+
+def spec_augment(key: jax.Array, features: jax.Array, lengths: jax.Array) -> jax.Array:
     """Sets random time and frequency bands to 0, the mean of normalised features.
 
     Time bands lie within the length of each utterance, so that short utterances do not lose too much.
@@ -119,21 +111,15 @@ def spec_augment(
         key: Random key.
         features: [batch, frames, size].
         lengths: [batch], in frames.
-        time_masks: Number of time bands per utterance.
-        max_time: Maximum width of a time band in frames.
-        frequency_masks: Number of frequency bands per utterance.
-        max_frequency: Maximum width of a frequency band in coefficients.
-        max_share: Maximum width of a time band as a share of the utterance.
 
     Source: D. S. Park et al., "SpecAugment", Interspeech 2019 (without time warping, which brought little gain there).
     """
     batch, frames, size = features.shape
     time_key, frequency_key = jax.random.split(key)
-    widest = jnp.minimum(max_time, jnp.floor(max_share * lengths))
-    in_time = _bands(time_key, frames, widest, lengths, (batch, time_masks))
-    whole = jnp.full((batch,), size)
-    widest = jnp.full((batch,), min(max_frequency, size))
-    in_frequency = _bands(frequency_key, size, widest, whole, (batch, frequency_masks))
+    widest = jnp.minimum(MAX_TIME, jnp.floor(MAX_SHARE * lengths))
+    in_time = _bands(time_key, frames, widest, lengths, (batch, TIME_MASKS))
+    whole, widest = jnp.full((batch,), size), jnp.full((batch,), min(MAX_FREQUENCY, size))
+    in_frequency = _bands(frequency_key, size, widest, whole, (batch, FREQUENCY_MASKS))
     return jnp.where(in_time[:, :, None] | in_frequency[:, None, :], 0, features)
 
 
@@ -163,11 +149,6 @@ class Perturbation:
 
     speeds: tuple[float, ...] = (0.9, 1.0, 1.1)
     volume: float = 6.0
-
-    @property
-    def fastest(self) -> float:
-        """The highest speed, which leaves the fewest frames for a transcript."""
-        return max(self.speeds)
 
     def draw(self, rng: np.random.Generator, count: int) -> Draw:
         """Draws speeds and gains for `count` utterances."""

@@ -43,10 +43,10 @@ def create_network(config: Config, labels: int) -> Network:
         rngs = None if key is None else nnx.Rngs(dropout=key)
         return model(features, lengths, train=key is not None, rngs=rngs)
 
-    return Network(
-        lambda key: Variables(nnx.state(create(key), nnx.Param), {}),
-        mpjax.autocast(apply, policy) if config.amp == "autocast" else apply,
-    )
+    def init(key: jax.Array) -> Variables:
+        return Variables(nnx.state(create(key), nnx.Param), {})
+
+    return Network(init, mpjax.autocast(apply, policy) if config.amp == "autocast" else apply)
 
 
 def create_test_step(config: Config, labels: int) -> Any:

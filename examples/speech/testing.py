@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,16 +39,15 @@ class Tester:
         batches = [self._parallel.like_batch(shape.zeros()) for shape in self._buckets.shapes]
         self._steps = {shape_of(batch): step.lower(variables, batch).compile() for batch in batches}
 
-    def run(self, variables: Variables, between_steps: Callable[[], None] = lambda: None) -> list[Transcribed]:
+    def run(self, variables: Variables, between_steps: Callable[[], None]) -> list[Transcribed]:
         """Transcribes each utterance."""
         if not self._steps:
             self.compile(variables)
         found: list[Transcribed] = []
         for batch in self._buckets.evaluation_batches():
             between_steps()
-            step = self._steps[shape_of(batch)]
-            outputs = self._parallel.get((batch.weights, batch.indices, *step(variables, batch)))
-            weights, indices, losses, decoded = outputs
+            every = batch.weights, batch.indices, *self._steps[shape_of(batch)](variables, batch)
+            weights, indices, losses, decoded = self._parallel.get(every)
             for row in np.flatnonzero(weights):
                 name, spoken = str(self._speech.paths[indices[row]]), self._speech.transcripts[indices[row]]
                 text = self._speech.alphabet.decode(decoded.labels[row, : decoded.lengths[row]])
@@ -56,9 +55,8 @@ class Tester:
         return found
 
 
-def metrics_of_test(transcribed: Iterable[Transcribed], last: bool = True) -> dict[str, Any]:
+def metrics_of_test(items: Sequence[Transcribed], last: bool = True) -> dict[str, Any]:
     """The mean of the finite losses, the error rates, and the number of utterances with non-finite logits."""
-    items = list(transcribed)
     nonfinite = sum(not item.finite for item in items)
     check_outputs(nonfinite, len(items), "utterances", last)
     losses = [item.loss for item in items if np.isfinite(item.loss)]

@@ -55,7 +55,8 @@ def open_sets(config: Config, alphabet: Alphabet, splits: Sequence[str] = ("trai
         fields = config.audio_field, config.text_field
         limits: dict[str, Any] = {"drop": config.drop_characters, "max_seconds": config.max_seconds}
         speech = sets[split] = open_speech(path, alphabet, config.max_skipped, *fields, **limits)
-        speech.keep_decodable(config.output_frames, config.perturbation.fastest if split == "train" else 1.0)
+        # The fastest leaves the fewest frames for a transcript.
+        speech.keep_decodable(config.output_frames, max(config.perturbation.speeds) if split == "train" else 1.0)
     return Data(alphabet, **sets)
 
 
@@ -166,9 +167,7 @@ class SpeechTask(Task):
             weights = jax.eval_shape(self.training.weights, self.abstract_state())
             self._epoch_tester.compile(self.parallel.like_state(weights))
 
-    def test(
-        self, weights: Variables, between_steps: Callable[[], None] = lambda: None, *, last: bool = True
-    ) -> dict[str, Any]:
+    def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
         self.transcribed = self._epoch_tester.run(weights, between_steps)
         return {f"{self.prefix}{name}": value for name, value in metrics_of_test(self.transcribed, last).items()}
 

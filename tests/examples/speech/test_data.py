@@ -301,10 +301,12 @@ def test_features_stay_in_float32_under_autocast():
 # Augmentation.
 
 
-def test_spec_augment_masks_within_each_length():
+def test_spec_augment_masks_within_each_length(monkeypatch):
+    for name, value in {"TIME_MASKS": 1, "MAX_TIME": 8}.items():  # One band shows its own width.
+        monkeypatch.setattr(f"examples.speech.features.{name}", value)
     features = jnp.ones((64, 50, 20))
     lengths = jnp.asarray(np.arange(64) % 51)
-    augment = jax.jit(lambda key: spec_augment(key, features, lengths, time_masks=1, max_time=8, frequency_masks=2))
+    augment = jax.jit(lambda key: spec_augment(key, features, lengths))
     masked = np.asarray(augment(jax.random.key(0)))
     assert set(np.unique(masked)) == {0, 1}
     np.testing.assert_array_equal(masked, augment(jax.random.key(0)))

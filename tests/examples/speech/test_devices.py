@@ -19,7 +19,7 @@ def trained(devices, data, **flags):
         state, outputs = task.training.train_step(state, batch)
         losses.append(float(outputs["totals"]["loss"]))
     assert all(len(x.sharding.device_set) == devices for x in jax.tree.leaves(state))
-    return losses, task.test(task.training.weights(state)), state
+    return losses, task.test(task.training.weights(state), lambda: None), state
 
 
 @pytest.fixture(scope="module")
