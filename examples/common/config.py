@@ -28,6 +28,7 @@ BUILD = (*TRAIN, *BENCHMARKS)  # actions that build a model
 ACTION = Group("action")
 PRECISION = Group("precision", stored="free")
 FILES = Group("files")
+OUTPUT = Group("files", ("train", *BENCHMARKS, *USE))
 WEIGHTS = Group("files", stored="running")
 DATA = Group("data", stored="fixed")
 MODEL = Group("model", BUILD, stored="fixed")
@@ -70,12 +71,7 @@ class RunConfig(abc.ABC):
     amp: Literal["module", "autocast"] = PRECISION("module", "how: mpjax.with_policy or mpjax.autocast")
     loss_scale: str | None = PRECISION(None, "dynamic (default in float16) or a number", uses=STEP)
 
-    output: Path | None = FILES(
-        None,
-        "folder of the run (default: the next number in runs/SCRIPT)",
-        "--results-dir",
-        uses=("train", *BENCHMARKS, *USE),
-    )
+    output: Path | None = OUTPUT(None, "folder of the run (default: the next number in runs/SCRIPT)", "--results-dir")
     resume: bool = FILES(False, "continue the run in --output, with its flags where none are given", uses=("train",))
     config: Path | None = FILES(None, "take the flags that are not given from a run's config.json", uses=BUILD)
     init_from: Path | None = WEIGHTS(None, "start from weights: a run, an export or a file", uses=("train", "numerics"))

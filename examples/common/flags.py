@@ -42,6 +42,7 @@ Positive = Annotated[float, Range("a positive number", 5e-324)]
 Seed = Annotated[int, Range("0 to 2147483647", 0, 2**31 - 1)]
 Share = Annotated[float, Range("0 or more, below 1", 0, math.nextafter(1, 0))]
 Part = Annotated[float, Range("0 to 1", 0, 1)]
+Some = Annotated[float, Range("more than 0, up to 1", 1e-3, 1)]
 
 
 Stored = Literal["fixed", "free", "running", ""]

@@ -244,10 +244,9 @@ class _Run:
         known = (*self.task.table, "test_loss")
         shown = [name for name in line if name.removeprefix("dev_").replace("train_", "test_") in known]
         unit, metrics = self.task.unit, "  ".join(f"{name} {line[name]:.4f}" for name in shown)
-        return (
-            f"epoch {line['epoch']:3d}/{self.task.epochs}  {metrics}  {line[f'{unit}_per_second']:,.0f} {unit}/s  "
-            f"scale {line['loss_scale']:g}  skipped {line['skipped_steps']}"
-        )
+        speed = f"{line[f'{unit}_per_second']:,.0f} {unit}/s"
+        scaling = f"scale {line['loss_scale']:g}  skipped {line['skipped_steps']}"
+        return f"epoch {line['epoch']:3d}/{self.task.epochs}  {metrics}  {speed}  {scaling}"
 
     def _best_line(self) -> dict[str, Any] | None:
         name, sign = self.task.metric

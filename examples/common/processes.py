@@ -65,9 +65,8 @@ def join(config: Any, program: str) -> None:
         found = " ".join(f"{name}={value}" for name, value in expected.items()) or "the flags name several processes"
         join = "Join with --coordinator HOST:PORT --num-processes N --process-id I (or start it with srun or mpirun)"
         alone = "if each process is meant to train alone, add --num-processes 1."
-        raise UsageError(
-            f"{found}, but this process has not joined any: {one_line(error, 150)} {join}; {alone}"
-        ) from error
+        why = f"this process has not joined any: {one_line(error, 150)}"
+        raise UsageError(f"{found}, but {why} {join}; {alone}") from error
     _store().key_value_set(_life(process_id()), "0", allow_overwrite=True)
     threading.Thread(target=_watch, args=(program,), daemon=True).start()
 

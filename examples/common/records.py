@@ -378,11 +378,12 @@ def open_records(root: Path, split: str | None = None) -> Records | None:
     Raises:
         UsageError: The shards have none of this split, have several formats, or can't be read.
     """
-    saved = [path.parent.name for path in sorted(root.glob("*/state.json"))]
+    dictionary, apart = root / "dataset_dict.json", [path.parent.name for path in root.glob("*/state.json")]
+    saved = json.loads(dictionary.read_text())["splits"] if dictionary.is_file() else apart
     for word in saved if split is None and len(saved) == 1 else SPLITS.get(split or "", ()):
         if word in saved:
             return HuggingFace(root, root / word)
-    if (root / "dataset_dict.json").is_file():
+    if dictionary.is_file():
         asked = f"split {split!r}" if split else "single split"
         raise UsageError(f"{str(root)!r} is a DatasetDict without a {asked}; it holds {listing(saved)}.")
     if (root / "dataset_info.json").is_file() and (root / "state.json").is_file():
@@ -416,10 +417,9 @@ def _of_split(root: Path, paths: Sequence[Path], split: str) -> list[Path]:
         if chosen := [path for path in paths if word in words[path]]:
             _check_one_set(root, chosen)
             return chosen
-    raise UsageError(
-        f"--data-dir {str(root)!r} has no shard of the split {split!r}: the name must contain one of the words "
-        f"{', '.join(SPLITS[split])}. The folder holds {listing([str(path.relative_to(root)) for path in paths])}."
-    )
+    there = listing([str(path.relative_to(root)) for path in paths])
+    need = f"the name must contain one of the words {', '.join(SPLITS[split])}. The folder holds {there}."
+    raise UsageError(f"--data-dir {str(root)!r} has no shard of the split {split!r}: {need}")
 
 
 def _check_one_set(root: Path, paths: Sequence[Path]) -> None:

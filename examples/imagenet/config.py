@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from examples.common.cli import UsageError
 from examples.common.config import BENCHMARK, DATA, FILES, MODEL, TRAIN, TRAINING, USE, RunConfig
-from examples.common.flags import Group, NotNegative, Part, Range, Share
+from examples.common.flags import Group, NotNegative, Part, Range, Share, Some
 from examples.imagenet.data import EMBEDDED
 from examples.imagenet.decoding import MIDDLE, View
 from examples.imagenet.models import KINDS, kind_of
@@ -47,9 +47,7 @@ class Config(RunConfig):
     image_field: str | None = PHOTOS(None, "field of the image in shards (default: any usual name)")
     label_field: str | None = PHOTOS(None, "field of the label in shards (default: any usual name)")
     whole: bool = PHOTOS(False, "resize whole images of --data-dir to a square instead of cropping them")
-    test_crop: Annotated[float, Range("more than 0, up to 1", 1e-3, 1)] = PHOTOS(
-        0.875, "share of the shorter side of an image of --data-dir that a test sees"
-    )
+    test_crop: Some = PHOTOS(0.875, "share of the shorter side of an image of --data-dir that a test sees")
     interpolation: Literal["bilinear", "bicubic", "lanczos"] = PHOTOS("bilinear", "filter of resizing")
     augment: bool = TRAINING(True, "shift images of --dataset by up to one pixel; crop those of --data-dir at random")
     flip: bool = TRAINING(True, "mirror images of --data-dir at random; --no-flip where left and right matter")

@@ -44,12 +44,8 @@ class Shape(NamedTuple):
         """A batch of this shape that contains only padding."""
         size = self.batch
         audio, labels = np.zeros((size, self.samples), np.float32), np.zeros((size, self.characters), np.int32)
-        lengths, weights, indices = (
-            np.zeros((2, size), np.int32),
-            np.zeros(size, np.float32),
-            np.full(size, -1, np.int32),
-        )
-        return Batch(audio, lengths[0], labels, lengths[1], weights, indices)
+        lengths, weights = np.zeros((2, size), np.int32), np.zeros(size, np.float32)
+        return Batch(audio, lengths[0], labels, lengths[1], weights, np.full(size, -1, np.int32))
 
 
 class _Plan(NamedTuple):

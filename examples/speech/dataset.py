@@ -154,12 +154,11 @@ def _check_characters(name: str, utterances: Sequence[Utterance], alphabet: Alph
     unknown = {*"".join(utterance.transcript for utterance in utterances)}.difference(alphabet.characters)
     if unknown:
         first = next(utterance for utterance in utterances if unknown.intersection(utterance.transcript))
-        raise UsageError(
-            f"{name!r}: transcripts have characters that are not in the alphabet: {listing(sorted(unknown), 20)}, "
-            f"first in {first.transcript!r} of {str(first.path)!r}. Give an alphabet that has them (--alphabet FILE, "
-            "one character per line), leave them out (--drop-characters), or change the transcripts (lower case, "
-            f"numbers as words) to {alphabet.characters!r}."
-        )
+        found = f"{listing(sorted(unknown), 20)}, first in {first.transcript!r} of {str(first.path)!r}"
+        ways = "Give an alphabet that has them (--alphabet FILE, one character per line), leave them out"
+        to = f"or change the transcripts (lower case, numbers as words) to {alphabet.characters!r}."
+        lacking = f"transcripts have characters that are not in the alphabet: {found}"
+        raise UsageError(f"{name!r}: {lacking}. {ways} (--drop-characters), {to}")
 
 
 # The output characters of a model as labels, and DeepSpeech's alphabet file format.

@@ -163,10 +163,8 @@ class Recurrent(nnx.Module):
         parts = jnp.split(time_major(inputs), self.directions, axis=-1)
         # `recur` has its own derivative, so a policy does not cast what its matmuls read.
         kernels = jnp.split(self.kernels[...].astype(inputs.dtype), self.directions, axis=-1)
-        outputs = [
-            recur(self.cell, reverse, part, kernel, time_major(mask)[..., None])
-            for reverse, part, kernel in zip((False, True), parts, kernels, strict=False)
-        ]
+        inside, directions = time_major(mask)[..., None], zip((False, True), parts, kernels, strict=False)
+        outputs = [recur(self.cell, reverse, part, kernel, inside) for reverse, part, kernel in directions]
         return masked(time_major(jnp.concatenate(outputs, axis=-1)).astype(inputs.dtype), mask)
 
 

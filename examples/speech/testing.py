@@ -79,10 +79,8 @@ class Transcribed(NamedTuple):
     def text(self) -> str:
         """The transcripts below each other."""
         rates = error_rates([self.reference], [self.hypothesis])
-        return (
-            f"WER {rates['wer']:.1%}, CER {rates['cer']:.1%}, loss {self.loss:.3f}, {self.name}\n"
-            f"  spoken   {self.reference!r}\n  written  {self.hypothesis!r}"
-        )
+        first = f"WER {rates['wer']:.1%}, CER {rates['cer']:.1%}, loss {self.loss:.3f}, {self.name}"
+        return f"{first}\n  spoken   {self.reference!r}\n  written  {self.hypothesis!r}"
 
 
 def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[str, float]:
