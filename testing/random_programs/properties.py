@@ -475,6 +475,8 @@ def check_against_casts_by_hand(case: Case, subject: Subject, found: Traced) -> 
         errors = [_norm(draw[i] - reference) for draw in draws]
         if not np.isfinite(size) or not np.isfinite(max(errors)) or max(errors) > 0.25 * size:
             continue
+        if not max(errors) and any(e.name in ("scan", "while") for e in equations(subject.plain)):
+            continue  # A loop carries half what a matmul in it reads: `x - loop(x)`, 0 by hand, may be x's rounding.
         added = UNIT * float(jnp.finfo(case.half).eps) * size
         if error <= OF_BY_HAND * max(errors) + added:
             continue
