@@ -67,6 +67,12 @@ def _scalar(literal: Any) -> float | None:
     return float(value) if value.ndim == 0 and value.dtype.kind in "fiub" else None
 
 
+def _kind(v: Any) -> str:
+    """The kind of a value's real numbers; empty for complex numbers, and for the keys of random ones."""
+    kind = getattr(v.aval.dtype, "kind", "") if compat.is_shaped(v.aval) else ""
+    return kind if kind in "fiub" else ""
+
+
 def _value(flow: Dataflow, v: Any, env: dict[Any, float | None], depth: int, at: float) -> float | None:
     """The value of a variable where all that is not computed element by element is `at`; None if not known."""
     if isinstance(v, compat.Literal):
@@ -77,7 +83,7 @@ def _value(flow: Dataflow, v: Any, env: dict[Any, float | None], depth: int, at:
     row = primitive(eqn.primitive.name)
     if not (row.pointwise or row.whole or row.call):
         return at
-    if not depth or v.aval.dtype.kind not in "fiub" or (np.isinf(at) and v.aval.dtype.kind != "f"):
+    if not depth or not _kind(v) or (np.isinf(at) and _kind(v) != "f"):
         return None
     operands = [_value(flow, x, env, depth - 1, at) for x in eqn.invars]
     if row.whole:
@@ -89,7 +95,7 @@ def _value(flow: Dataflow, v: Any, env: dict[Any, float | None], depth: int, at:
         out = opened.outvars[eqn.outvars.index(v)]
         return _value(dataflow(opened), out, inside, depth - 1, at)
     known = zip(operands, eqn.invars, strict=True)
-    if any(y is None or (np.isinf(y) and x.aval.dtype.kind != "f") for y, x in known):
+    if any(y is None or (np.isinf(y) and _kind(x) != "f") for y, x in known):
         return None
     arrays = [np.asarray(y, x.aval.dtype) for y, x in zip(operands, eqn.invars, strict=True)]
     found = bind_on_host(eqn, arrays, wide=False)

@@ -58,6 +58,17 @@ def test_a_difference_from_a_number_is_as_exact_as_by_hand(name, dtype):
     assert found <= 1.5
 
 
+@pytest.mark.parametrize("key", [lambda key: jax.random.split(key)[0], lambda key: key.reshape(()), lambda key: key])
+def test_a_difference_of_random_numbers_from_a_number_is_cast(key):
+    """What they depend on is a key, which is no number."""
+
+    def fun(w, x, seed):
+        return x @ w * (1 - jax.random.uniform(key(seed), (4, 4))) @ w
+
+    args = jnp.ones((4, 4)), jnp.ones((4, 4)), jax.random.key(0)
+    np.testing.assert_allclose(mpjax.autocast(fun)(*args), fun(*args), rtol=1e-2)
+
+
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("slope", [lambda h: 1 - jnp.tanh(h) ** 2, jax.vmap(jax.vmap(jax.grad(jnp.tanh)))][:SLOPES])
