@@ -25,7 +25,7 @@ import mpjax
 from mpjax.loss_scale import replicas, transformation, trees
 from mpjax.loss_scale.cotangents import unscale_by
 from mpjax.modules.params import cast
-from mpjax.optimizer_state import low_bit, rounding
+from mpjax.optimizer_state import low_bit, masters, rounding
 from testing.random_training import Rejected, check, numbered_case
 
 
@@ -108,8 +108,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "masters are rounded": Mutation(
         "mpjax.optimizer_state.masters._masters",
-        lambda params, full: jax.tree.map(
-            lambda p, f: f.astype(p.dtype).astype(f.dtype) if p.dtype != f.dtype else optax.MaskedNode(), params, full
+        lambda master, full, right=masters._masters: jax.tree.map(
+            lambda x: jax.lax.reduce_precision(x, 8, 7), right(master, full)
         ),
         "master_weights",
     ),
