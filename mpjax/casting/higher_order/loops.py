@@ -159,9 +159,9 @@ def _carry_fixed_point(
         levels.append(Level.PINNED if keeps else value and value.level)
 
     def carry_of(i: int, level: Level | None) -> Inferred | None:
-        if level is None or i in streams:
-            return None if level is None else STREAM
-        return carried(level, wanted[i])
+        if level is None:
+            return None
+        return STREAM if i in streams else carried(level, wanted[i])
 
     while True:
         carry = tuple(map(carry_of, range(len(levels)), levels))
