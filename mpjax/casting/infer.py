@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mpjax.casting.attention.division import AVERAGE
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.attention.prepare import constants, remember
 from mpjax.casting.classify import Listing
@@ -35,7 +36,7 @@ from mpjax.casting.lattice import (
 )
 from mpjax.casting.packing import mark_packed
 from mpjax.casting.plan import Action, MatmulCounts, Plan, Step, counts_of
-from mpjax.casting.prepare import prepared
+from mpjax.casting.prepare import FORMS, prepared
 from mpjax.casting.remat import with_regions
 from mpjax.casting.scaled import Decision, decide
 from mpjax.casting.setting import Setting, tracked
@@ -283,6 +284,7 @@ class Inference:
         for i in () if is_scaled else parameters:
             self.read(eqn.invars[i], FULL)
         out = Inferred(Level.FLOAT, FULL) if eqn.primitive is CROSS_ENTROPY else Inferred(level, HALF)
+        out = Inferred(level, FULL) if eqn.primitive is AVERAGE else out
         outs = tuple(out if tracked(v) else None for v in eqn.outvars)
         self.unchanged = False
         return Step(
@@ -325,7 +327,7 @@ def _only_half(use: Use) -> bool:
 
 def _smaller_operands(eqn: Any) -> tuple[int, ...]:
     """The operands that an equation in half reads in float32: those that it broadcasts, and biases and heads."""
-    if eqn.primitive in _FUSED:
+    if eqn.primitive in FORMS:
         return eqn.params["options"].floats
     if not primitive(eqn.primitive.name).elementwise:
         return ()

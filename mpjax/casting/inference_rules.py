@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mpjax.casting.attention.kernel import ATTENTION
+from mpjax.casting.attention.division import EXPONENTIALS
 from mpjax.casting.cancellation import is_centred
 from mpjax.casting.classify import EXACT, OPAQUE, Listing
 from mpjax.casting.constants import out_of_range
@@ -24,6 +24,7 @@ from mpjax.casting.lattice import (
     made_from,
 )
 from mpjax.casting.plan import Action, Step
+from mpjax.casting.prepare import FORMS
 from mpjax.casting.setting import AS_TRACED, IN_FLOAT32, IN_HALF, Region, tracked
 from mpjax.casting.updates import is_step
 from mpjax.casting.uses import STREAM_ADDITION, Use
@@ -53,7 +54,7 @@ def _allow(inference: Inference, eqn: Any, listing: Listing) -> Step:
     chosen = listing.entry is not None or listing.region in IN_HALF or inference.setting.rules.level == "half"
     if not chosen and all(map(inference.is_integer, eqn.invars)):
         return inference.in_float32(eqn, listing, Level.COMPUTED, f"{EXACT} its operands are integers")
-    fused = eqn.primitive in (ATTENTION, CROSS_ENTROPY)
+    fused = eqn.primitive in FORMS
     why = eqn.params["options"].kind if fused else listing.why
     return inference.in_half(eqn, listing, Level.HALF, why)
 
@@ -63,6 +64,8 @@ def _deny(inference: Inference, eqn: Any, listing: Listing) -> Step:
     step = inference.in_float32(eqn, listing, level, listing.why)
     if listing is STREAM_ADDITION and level == Level.FLOAT:
         step.outs = (STREAM,)
+    if eqn.primitive is EXPONENTIALS:
+        step.outs, inference.unchanged = (Inferred(Level.HALF, HALF), Inferred(Level.FLOAT, FULL)), False
     return step
 
 

@@ -1,4 +1,4 @@
-"""Puts attentions and losses of a program into single equations, so that autocast plans them like any other."""
+"""Puts attentions and losses of a program into forms that cost less, so that autocast plans them like any other."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import weakref
 from typing import Any
 
 from mpjax.casting.attention import prepare as attention
-from mpjax.casting.attention.kernel import is_sought
+from mpjax.casting.attention.division import AVERAGE, divided_last
+from mpjax.casting.attention.kernel import ATTENTION, is_sought
+from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
 from mpjax.casting.cross_entropy.prepare import without_logits
 from mpjax.casting.setting import Setting
 from mpjax.program import derivative_rules
 
+# The equations that stand for a product in these forms.
+FORMS = (ATTENTION, CROSS_ENTROPY, AVERAGE)
+
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A program with its attentions and losses as single equations.
+    """A program with its attentions and losses in such forms.
 
     Args:
         jaxpr: The open jaxpr.
@@ -30,9 +35,7 @@ _cache: weakref.WeakKeyDictionary[Any, dict[Any, Prepared]] = weakref.WeakKeyDic
 
 
 def prepared(jaxpr: Any, setting: Setting) -> Prepared:
-    """An open jaxpr with its attentions and losses as single equations, if the rules ask for it."""
-    if not is_sought(setting.rules.attention) and setting.rules.cross_entropy == "unfused":
-        return Prepared(jaxpr)
+    """An open jaxpr with its attentions and losses in other forms, as the rules ask for."""
     known = _cache.setdefault(jaxpr, {})
     if setting not in known:
         known[setting] = result = _prepare(jaxpr, setting)
@@ -50,4 +53,4 @@ def _prepare(jaxpr: Any, setting: Setting) -> Prepared:
     if setting.rules.cross_entropy == "fused":
         jaxpr, written = without_logits(jaxpr, setting)
         refused += (("cross_entropy", *each) for each in written)
-    return Prepared(jaxpr, tuple(refused))
+    return Prepared(divided_last(jaxpr, setting), tuple(refused))

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from mpjax.casting.attention.division import AVERAGE, EXPONENTIALS
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, storage_of
@@ -26,9 +27,9 @@ from mpjax.casting.scaled import cotangents_of
 from mpjax.casting.setting import FLOAT32, tracked
 from mpjax.kernels import staging, weight_gradients
 from mpjax.kernels.lookup import select, selects
+from mpjax.kernels.maximum import unfused
 from mpjax.kernels.packed import PACKINGS, Packed, Packing, pack, remembered_matmul, remembering, tangent_of
 from mpjax.kernels.scaled_matmul import SCALINGS, Operand
-from mpjax.kernels.tpu import unfused
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow
 from mpjax.program.evaluator import evaluate
@@ -278,6 +279,10 @@ def _bind(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
     args = [array_of(value, storage) for value, storage in zip(operands, step.reads, strict=True)]
     if eqn.primitive is CROSS_ENTROPY:
         return values_of(eqn.params["options"](*args), step.outs, half)
+    if eqn.primitive is EXPONENTIALS:
+        return values_of(eqn.params["fun"](*args), step.outs, half)
+    if eqn.primitive is AVERAGE:
+        return values_of([_average(step, operands, args)], step.outs, half)
     if eqn.primitive is ATTENTION:
         return values_of([eqn.params["options"](*args)], step.outs, half)
     params = compat.bind_params(eqn.primitive, eqn.params)
@@ -321,8 +326,14 @@ def _bind(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
     if not eqn.primitive.multiple_results:
         outs = (outs,)
     if eqn.primitive.name == "reduce_max" and not step.half and not compat.under_jet():
-        outs = [unfused.bind(outs[0])]
+        outs = [unfused.bind(outs[0], long=False)]
     return values_of(outs, step.outs, half)
+
+
+def _average(step: Step, operands: Sequence[Any], args: Sequence[Any]) -> Any:
+    """An average of values, whose derivative for a parameter is float32."""
+    full = [operands[i][FULL] if i in step.parameters else args[i] for i in range(2)]
+    return step.eqn.params["options"](args[:2], full, args[2])
 
 
 def _selects_activations(step: Step, args: Sequence[Any]) -> bool:

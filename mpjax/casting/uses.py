@@ -13,11 +13,9 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.cancellation import cancels
 from mpjax.casting.classify import EXACT, Listing, classify, is_inner_product
-from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
-from mpjax.casting.prepare import prepared
+from mpjax.casting.prepare import FORMS, prepared
 from mpjax.casting.setting import FLOAT32, IN_HALF, Setting, tracked
 from mpjax.casting.streams import residual_additions
 from mpjax.casting.updates import repeated_updates
@@ -155,7 +153,7 @@ def _of_operands(jaxpr: Any, eqn: Any, of: Mapping[Any, Use], listing: Listing, 
         return [Use.READ | use for use in inner]
     use = _of_operand(listing, outs)
     row = primitive(eqn.primitive.name)
-    if eqn.primitive in (ATTENTION, CROSS_ENTROPY) and listing.op is Op.ALLOW:
+    if eqn.primitive in FORMS and listing.op is Op.ALLOW:
         floats = eqn.params["options"].floats
         return [Use.READ | Use.FLOAT if i in floats else use for i in range(len(eqn.invars))]
     if listing.op is Op.INFER:

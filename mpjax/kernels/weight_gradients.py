@@ -83,7 +83,7 @@ def matmul(
             reads the half copy that was made before the loop, rather than casting the parameter in each iteration.
 
     Returns:
-        Its result, in half.
+        Its result, in half, or in the dtype that its parameters prefer; its cotangent is half in any case.
     """
     if compat.under_jet():
         return primitive.bind(*halves, **params)
@@ -93,7 +93,7 @@ def matmul(
         for h, x, invariant in zip(halves, operands, in_loop, strict=False)
     ]
     out = staging.bind(primitive, [*factors, *rest], params, avals)
-    of_result = {**params, "matmul": primitive, "half": np.dtype(out.dtype), "wide": wide}
+    of_result = {**params, "matmul": primitive, "half": np.dtype(halves[0].dtype), "wide": wide}
     return staging.bind(result, [out, *compat.vary_like(out, operands), *rest], of_result, [jax.typeof(out)])
 
 
@@ -178,7 +178,11 @@ def _loop_copy(x: Any, half: np.dtype) -> Any:
 
 
 def _tangent_of_result(primals: Sequence[Any], tangents: Sequence[Any], out: Any, params: dict[str, Any]) -> Any:
-    return _tangent_of(primals[1:], tangents[1:], out, params)
+    half = params["half"]
+    if out.dtype == half:
+        return _tangent_of(primals[1:], tangents[1:], out, params)
+    found = _tangent_of(primals[1:], tangents[1:], out, {**params, "preferred_element_type": half})
+    return compat.zero_tangent(out) if type(found) is ad.Zero else _cast(found, out.dtype)
 
 
 def _tangent_of(operands: Sequence[Any], tangents: Sequence[Any], out: Any, params: dict[str, Any]) -> Any:
@@ -316,6 +320,7 @@ def _result_transpose(ct: Any, out: Any, *operands: Any, matmul: Any, **params: 
     # the matmul that made `out`, and a ragged matmul needs a cotangent for that.
     ragged = matmul.name == "ragged_dot_general"
     nothing = ad.instantiate_zeros(ad.Zero(ct.aval if type(ct) is ad.Zero else jax.typeof(ct))) if ragged else None
+    ct = ct if type(ct) is ad.Zero else _cast(ct, params["half"])
     return [nothing, *_tangent_transpose(ct, *operands, matmul=matmul, **params)]
 
 

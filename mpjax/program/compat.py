@@ -557,7 +557,12 @@ def vary(x: Any, axes: tuple[Any, ...]) -> Any:
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes that an array varies along, in a `shard_map` that checks this."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
+    return varying_axes_of(jax.typeof(x))
+
+
+def varying_axes_of(aval: Any) -> frozenset[str]:
+    """The mesh axes that the array of an abstract value varies along, in a `shard_map` that checks this."""
+    return frozenset(aval.manual_axis_type.varying)
 
 
 def replicated(x: Any) -> Any:
@@ -777,7 +782,12 @@ def explicit_cotangent_sharding(
 
 def has_explicit_axes(x: Any) -> bool:
     """Whether an array is on a mesh with explicit axes."""
-    return bool(jax.typeof(x).sharding.mesh._any_axis_explicit)
+    return is_explicit(jax.typeof(x))
+
+
+def is_explicit(aval: Any) -> bool:
+    """Whether the array of an abstract value is on a mesh with explicit axes."""
+    return bool(aval.sharding.mesh._any_axis_explicit)
 
 
 def transposed(sharding: NamedSharding | None, order: Sequence[int]) -> NamedSharding | None:

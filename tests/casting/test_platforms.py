@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import mpjax
 from mpjax import Rules
 from mpjax.inspection.profiling.hlo import HloModule
 from mpjax.kernels.lookup import element
-from mpjax.kernels.tpu import unfused
+from mpjax.kernels.maximum import unfused
 from mpjax.planning.target import TARGETS, placed
 from mpjax.program import compat
 from testing import measures
@@ -58,6 +59,10 @@ def test_the_last_region_has_no_barrier_and_the_others_have_one():
 @pytest.mark.parametrize(("here", "longest"), [(gpu, 128), (tpu, 1024), (contextlib.nullcontext, 1024)])
 def test_the_statistics_of_long_rows_are_kept(here, longest):
     """On GPUs, XLA keeps whole rows in registers, and spills where a backward pass computes their statistics again."""
+
+    def loss(w, x):
+        return jnp.mean(jax.nn.softmax(x @ w) ** 2 @ w.T)
+
     gradient = jax.grad(mpjax.autocast(loss, "mixed_bfloat16"))
 
     def maxima(length):
@@ -102,13 +107,15 @@ def test_a_tpu_computes_the_gradient_of_a_pointwise_kernel_as_a_convolution():
 
 
 def test_unfused_is_the_identity_under_every_transformation():
-    def fun(x, wrap=unfused.bind):
+    identity = functools.partial(unfused.bind, long=True)
+
+    def fun(x, wrap=identity):
         return jnp.sum(jnp.sin(wrap(x)) ** 2)
 
     plain = lambda x: fun(x, lambda x: x)
     for transform in (jax.grad, jax.hessian, jax.vmap, jax.jit):
         np.testing.assert_array_equal(transform(fun)(X), transform(plain)(X))
-    np.testing.assert_array_equal(jax.linear_transpose(unfused.bind, X)(X)[0], X)
+    np.testing.assert_array_equal(jax.linear_transpose(identity, X)(X)[0], X)
 
 
 @pytest.mark.parametrize("there", [gpu, tpu])

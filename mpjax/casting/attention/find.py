@@ -64,14 +64,14 @@ def attentions(flow: Inlined) -> Iterator[Attention]:
 def _attention(flow: Inlined, exp: Any) -> Attention | None:
     """The attention around an exponential; None if there is none."""
     dims = fresh(exp.outvars[0].aval.shape)
-    normalised = _normalised(flow, exp, dims)
-    if normalised is None:
+    quotients = normalised(flow, exp, dims)
+    if quotients is None:
         return None
-    probabilities, keys, inside = normalised
-    product = _product(flow, probabilities, dims, keys)
-    if product is None:
+    probabilities, keys, inside = quotients
+    found = product(flow, probabilities, dims, keys)
+    if found is None:
         return None
-    values, side, of_p, after, changed = product
+    values, side, of_p, after, changed = found
     attention = Attention(values, inside=[exp, *inside, *after], probabilities=changed)
     shift = _shift(flow, exp.invars[0], dims, keys)
     scores = exp.invars[0] if shift is None else shift.invars[0]
@@ -79,11 +79,11 @@ def _attention(flow: Inlined, exp: Any) -> Attention | None:
         return None
     if shift is not None:
         attention.inside += [shift, *flow.between(attention.scores.outvars[0], shift.invars[1])]
-    _add_values(attention, side, of_p)
+    add_values(attention, side, of_p)
     return attention
 
 
-def _normalised(flow: Inlined, exp: Any, dims: Dims) -> tuple[Any, tuple[Axis, ...], list[Any]] | None:
+def normalised(flow: Inlined, exp: Any, dims: Dims) -> tuple[Any, tuple[Axis, ...], list[Any]] | None:
     """The probabilities, the axes over which they sum to one, and the equations of the normalisation."""
     (e,) = exp.outvars
     for total in flow.readers[e]:
@@ -120,7 +120,7 @@ def _reached(flow: Inlined, v: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
                 waiting.append((eqn.outvars[0], (*path, eqn)))
 
 
-def _product(
+def product(
     flow: Inlined, probabilities: Any, dims: Dims, keys: tuple[Axis, ...]
 ) -> tuple[Any, int, Dims, list[Any], set[Any]] | None:
     """The product with the values.
@@ -310,7 +310,7 @@ def _add_scores(attention: Attention, scores: Any, out: Dims, keys: tuple[Axis, 
     attention.parts = ((scores.invars[q], operands[q]), (scores.invars[k], operands[k]))
 
 
-def _add_values(attention: Attention, side: int, of_p: Dims) -> None:
+def add_values(attention: Attention, side: int, of_p: Dims) -> None:
     """Notes the axes of the values and of the result."""
     (contracted, batch) = attention.values.params["dimension_numbers"]
     v = attention.values.invars[1 - side]
