@@ -279,8 +279,9 @@ class Inference:
         wide = parameters if is_scaled else smaller
         reads = tuple(self.read(v, FULL if i in wide else HALF) for i, v in enumerate(eqn.invars))
         if primitive(eqn.primitive.name).multiplies:
+            parameters = tuple(i for i in smaller if len(smaller) == 1 and self._is_parameter(eqn.invars[i]))
             for i in smaller:
-                self.read(eqn.invars[i], HALF)
+                self.read(eqn.invars[i], FULL if i in parameters else HALF)
         for i in () if is_scaled else parameters:
             self.read(eqn.invars[i], FULL)
         out = Inferred(Level.FLOAT, FULL) if eqn.primitive is CROSS_ENTROPY else Inferred(level, HALF)
@@ -307,12 +308,12 @@ class Inference:
         is_matmul = eqn.primitive.name in MATMULS and eqn.primitive not in _FUSED
         if not is_matmul or self.setting.rules.weight_gradients == "half":
             return ()
-        indices = []
-        for i, v in enumerate(eqn.invars[:2]):
-            value = None if isinstance(v, compat.Literal) else self.value(v)
-            if value is not None and value.storage == FULL and castable(value):
-                indices.append(i)
-        return tuple(indices)
+        return tuple(i for i, v in enumerate(eqn.invars[:2]) if self._is_parameter(v))
+
+    def _is_parameter(self, v: Any) -> bool:
+        """Whether a value is a parameter, or computed only from parameters, in float32."""
+        value = None if isinstance(v, compat.Literal) else self.value(v)
+        return value is not None and value.storage == FULL and castable(value)
 
     def _wide_gradients(self, eqn: Any) -> bool:
         """Whether a matmul or convolution can write the gradient of a parameter in float32."""

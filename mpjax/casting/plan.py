@@ -42,8 +42,8 @@ class Step:
         half: Whether it computes in half.
         broadcast: Indices of the inputs that are smaller than the output. They are broadcast in float32 before
             the cast, because the derivative with respect to them is a sum.
-        parameters: Indices of the operands of a matmul that are parameters. The backward pass reads them in float32,
-            so that no half copy is stored.
+        parameters: Indices of the operands of a matmul, or of a product with a smaller operand, that are parameters.
+            The backward pass reads them in float32, so that no half copy is stored.
         wide_gradients: Whether the matmul writes their gradients in float32.
         half_move: Whether a value is moved (sent or looked up) in half, and its gradient moved back in float32.
         scaled: Whether a matmul runs in a format with scales, and why not; None for any other operation.

@@ -296,10 +296,12 @@ def _bind(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
         shape = eqn.outvars[0].aval.shape
         if primitive(eqn.primitive.name).multiplies and len(step.broadcast) == 1:
             (i,) = step.broadcast
-            low = weight_gradients.detached.bind(operands[i][HALF])
+            low = weight_gradients.detached.bind(operands[i][FULL if step.parameters else HALF])
             return [value_of(_scaled(args[1 - i], args[i], low), HALF, half)]
+        if primitive(eqn.primitive.name).adds:
+            return [value_of(_added(step, args, shape, params), HALF, half)]
         for i in step.broadcast:
-            args[i] = _broadcast(args[i], shape, half)
+            args[i] = staging.cast(_broadcast(args[i], shape), half)
     if step.half:
         params = _half_params(eqn.primitive.name, params, half)
     if eqn.primitive.name in MATMULS and compat.in_named_axes():
@@ -402,31 +404,44 @@ def _half_params(name: str, params: dict[str, Any], half: np.dtype) -> dict[str,
     return {**params, **changed} if changed else params
 
 
-def _broadcast(x: Any, shape: tuple[int, ...], half: np.dtype) -> Any:
-    """Broadcasts in float32, then casts, so that the derivative sums in float32."""
+def _broadcast(x: Any, shape: tuple[int, ...]) -> Any:
+    """Broadcasts in float32, so that the derivative sums in float32."""
     offset = len(shape) - np.ndim(x)  # `x` may be the literal that a function is called with.
-    wide = lax.broadcast_in_dim(x, shape, tuple(range(offset, len(shape))))
-    return lax.convert_element_type(wide, half)
+    return lax.broadcast_in_dim(x, shape, tuple(range(offset, len(shape))))
+
+
+def _added(step: Step, args: Sequence[Any], shape: tuple[int, ...], params: dict[str, Any]) -> Any:
+    """The sum of an activation and a bias, which is rounded to half once.
+
+    The rounding of a bias would be the same error in each row of a batch, and not average out.
+    """
+    wide = [_broadcast(x, shape) if i in step.broadcast else staging.cast(x, FLOAT32) for i, x in enumerate(args)]
+    half = next(x.dtype for i, x in enumerate(args) if i not in step.broadcast)
+    return staging.cast(step.eqn.primitive.bind(*wide, **params), half)
 
 
 @jax.custom_jvp
 def _scaled(x: Any, factor: Any, low: Any) -> Any:
-    """`x * low`, where `low` is `factor` in half. `factor` is smaller than `x`; its gradient is summed in float32.
+    """`x * low`, rounded once. `low` is `factor`, in half if it is an activation; its gradient is summed in float32.
 
     Broadcasting the factor before the product would also work, but would store it at full size for the backward pass.
     If the program itself is linear, JAX transposes this function, not its JVP rule.
     """
-    return lax.mul(x, _broadcast(factor, x.shape, x.dtype))
+    return lax.mul(x, staging.cast(_broadcast(factor, x.shape), x.dtype))
+
+
+def _times(x: Any, low: Any) -> Any:
+    return lax.mul(x, low) if x.dtype == low.dtype else staging.cast(lax.mul(staging.cast(x, low.dtype), low), x.dtype)
 
 
 def _scaled_jvp(primals: Any, tangents: Any) -> Any:
     (x, _, low), (dx, dfactor, _) = primals, tangents
     parts = []
     if type(dx) is not SymbolicZero:
-        parts.append(lax.mul(dx, low))
+        parts.append(_times(dx, low))
     if type(dfactor) is not SymbolicZero:
-        parts.append(lax.mul(x, _broadcast(dfactor, x.shape, x.dtype)))
-    out = lax.mul(x, low)
+        parts.append(lax.mul(x, staging.cast(_broadcast(dfactor, x.shape), x.dtype)))
+    out = _times(x, low)
     if not parts:
         return out, jax.custom_derivatives.zero_from_primal(out, symbolic_zeros=True)
     return out, parts[0] if len(parts) == 1 else lax.add(*parts)

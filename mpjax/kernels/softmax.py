@@ -57,14 +57,15 @@ def exponentials(x: Any, axes: tuple[int, ...], half: Any) -> tuple[Any, Any]:
 @exponentials.defjvp
 def _exponentials_jvp(axes: tuple[int, ...], half: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
     low, sums = exponentials(*primals, axes, half)
+    low = lax.optimization_barrier(low)  # Without it, XLA would keep them in float32 too, for the backward pass.
 
     def tangent(low: Any, sums: Any, dx: Any) -> Any:
         e = lax.convert_element_type(low, dx.dtype)
         mean = jnp.sum(e * dx, axes) / sums
         return lax.convert_element_type(e * (dx - jnp.expand_dims(mean, axes)), half)
 
-    # Without these, JAX and XLA would keep the exponentials in float32.
-    de = jax.checkpoint(tangent, prevent_cse=False)(lax.optimization_barrier(low), sums, *tangents)
+    # Without it, JAX would keep them in float32.
+    de = jax.checkpoint(tangent, prevent_cse=False)(low, sums, *tangents)
     return (low, sums), (de, jnp.zeros_like(sums))
 
 

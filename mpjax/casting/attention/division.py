@@ -71,7 +71,7 @@ def divided_last(jaxpr: Any, setting: Setting) -> Any:
     flow = Inlined(jaxpr)
     replaced: dict[int, list[Any]] = {}
     for found in _softmaxes(flow):
-        listings = [classify(eqn, setting) for eqn in (found.exp, found.total, *found.path, found.values)]
+        listings = [classify(eqn, setting) for eqn in (found.top, found.exp, found.total, *found.path, found.values)]
         if listings[-1].op is Op.ALLOW and not any(each.entry or each.region for each in listings):
             replaced |= _written(found, setting.half)
     if not replaced:
