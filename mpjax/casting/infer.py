@@ -39,7 +39,7 @@ from mpjax.casting.plan import Action, MatmulCounts, Plan, Step, counts_of
 from mpjax.casting.prepare import FORMS, prepared
 from mpjax.casting.remat import with_regions
 from mpjax.casting.scaled import Decision, decide
-from mpjax.casting.setting import Setting, tracked
+from mpjax.casting.setting import IN_HALF, Setting, tracked
 from mpjax.casting.uses import RESULT, Use, is_needed, uses
 from mpjax.kernels.weight_gradients import is_pointwise
 from mpjax.program import compat
@@ -273,15 +273,18 @@ class Inference:
     def in_half(self, eqn: Any, listing: Listing, level: Level, why: str) -> Step:
         """A step that computes in half, or with scales from parameters in float32 and activations in half."""
         scaled, smaller, parameters = self._scaled(eqn), _smaller_operands(eqn), self._parameters(eqn)
+        rounded_once = self._rounded_once(eqn, listing)
+        smaller = rounded_once or smaller
         is_scaled = scaled is not None and bool(scaled.dtypes)
         if scaled is not None:
             why = f"{why}{scaled}"
         wide = parameters if is_scaled else smaller
         reads = tuple(self.read(v, FULL if i in wide else HALF) for i, v in enumerate(eqn.invars))
+        if rounded_once:
+            why = f"{why}, rounded once"
         if primitive(eqn.primitive.name).multiplies:
-            parameters = tuple(i for i in smaller if len(smaller) == 1 and self._is_parameter(eqn.invars[i]))
             for i in smaller:
-                self.read(eqn.invars[i], FULL if i in parameters else HALF)
+                self.read(eqn.invars[i], FULL if rounded_once else HALF)
         for i in () if is_scaled else parameters:
             self.read(eqn.invars[i], FULL)
         out = Inferred(Level.FLOAT, FULL) if eqn.primitive is CROSS_ENTROPY else Inferred(level, HALF)
@@ -291,7 +294,17 @@ class Inference:
         return Step(
             eqn, Action.BIND, reads, outs, why, listing, half=True,
             broadcast=smaller, parameters=parameters, wide_gradients=self._wide_gradients(eqn), scaled=scaled,
+            rounded_once=bool(rounded_once),
         )  # fmt: skip
+
+    def _rounded_once(self, eqn: Any, listing: Listing) -> tuple[int, ...]:
+        """The parameter that an equation adds to an activation, or multiplies it by; none if it must run in half."""
+        row, rules = primitive(eqn.primitive.name), self.setting.rules
+        if not (row.adds or row.multiplies) or rules.level == "half" or listing.entry or listing.region in IN_HALF:
+            return ()
+        found = tuple(i for i, v in enumerate(eqn.invars) if self._is_parameter(v))
+        others = {i for i, v in enumerate(eqn.invars) if v.aval.shape == eqn.outvars[0].aval.shape} - {*found}
+        return found if len(found) == 1 and others else ()
 
     def _scaled(self, eqn: Any) -> Decision | None:
         """Whether a matmul runs in a format with scales; None if it is no matmul, or the policy has none."""

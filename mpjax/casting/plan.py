@@ -40,10 +40,12 @@ class Step:
         why: The reason, shown to the user.
         listing: Its list under the rules.
         half: Whether it computes in half.
-        broadcast: Indices of the inputs that are smaller than the output. They are broadcast in float32 before
-            the cast, because the derivative with respect to them is a sum.
-        parameters: Indices of the operands of a matmul, or of a product with a smaller operand, that are parameters.
-            The backward pass reads them in float32, so that no half copy is stored.
+        broadcast: Indices of the inputs that are smaller than the output, or are rounded once. They are broadcast in
+            float32 before the cast, because the derivative with respect to them is a sum.
+        rounded_once: Whether it adds or multiplies an activation and a parameter in float32, and rounds the
+            result. The rounding of the parameter would be the same error in each row of a batch, and not average out.
+        parameters: Indices of the operands of a matmul that are parameters. The backward pass reads them in float32,
+            so that no half copy is stored.
         wide_gradients: Whether the matmul writes their gradients in float32.
         half_move: Whether a value is moved (sent or looked up) in half, and its gradient moved back in float32.
         scaled: Whether a matmul runs in a format with scales, and why not; None for any other operation.
@@ -61,6 +63,7 @@ class Step:
     listing: Listing
     half: bool = False
     broadcast: tuple[int, ...] = ()
+    rounded_once: bool = False
     parameters: tuple[int, ...] = ()
     wide_gradients: bool = True
     half_move: bool = False

@@ -296,9 +296,9 @@ def _bind(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
         shape = eqn.outvars[0].aval.shape
         if primitive(eqn.primitive.name).multiplies and len(step.broadcast) == 1:
             (i,) = step.broadcast
-            low = weight_gradients.detached.bind(operands[i][FULL if step.parameters else HALF])
+            low = weight_gradients.detached.bind(operands[i][FULL if step.rounded_once else HALF])
             return [value_of(_scaled(args[1 - i], args[i], low), HALF, half)]
-        if primitive(eqn.primitive.name).adds:
+        if step.rounded_once:
             return [value_of(_added(step, args, shape, params), HALF, half)]
         for i in step.broadcast:
             args[i] = staging.cast(_broadcast(args[i], shape), half)
@@ -411,10 +411,7 @@ def _broadcast(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _added(step: Step, args: Sequence[Any], shape: tuple[int, ...], params: dict[str, Any]) -> Any:
-    """The sum of an activation and a bias, which is rounded to half once.
-
-    The rounding of a bias would be the same error in each row of a batch, and not average out.
-    """
+    """The sum of an activation and a bias, rounded to half once."""
     wide = [_broadcast(x, shape) if i in step.broadcast else staging.cast(x, FLOAT32) for i, x in enumerate(args)]
     half = next(x.dtype for i, x in enumerate(args) if i not in step.broadcast)
     return staging.cast(step.eqn.primitive.bind(*wide, **params), half)

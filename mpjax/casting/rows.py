@@ -146,8 +146,12 @@ def _row(planned: _Planned) -> Row:
         listed, why = "kept", "no operand is float32"
     if step.scaled is not None and step.scaled.dtypes:
         dtypes_in = tuple(dtype.name for dtype in step.scaled.dtypes)
+    elif step.rounded_once:
+        dtypes_in = ("float32",)
+    elif step.broadcast:
+        dtypes_in = (planned.half,)
     return Row(
-        site.path, site.source, site.name, 0, 0, (planned.half,) if step.broadcast else dtypes_in, dtypes_out, listed,
+        site.path, site.source, site.name, 0, 0, dtypes_in, dtypes_out, listed,
         why, planned.recomputed, bool(planned.rule), planned.phase,
     )  # fmt: skip
 
