@@ -51,7 +51,7 @@ def test_biases_and_scales_are_not_rounded(name, dtype):
     kind = Kind(BIASES[name](lambda loss: loss), params, draw(64, 32))
     assert (
         error_of_by_hand(kind, lambda _: BIASES[name](lambda f: mpjax.autocast(f, f"mixed_{dtype}")), jnp.dtype(dtype))
-        <= 1.2
+        <= 1.5
     )
 
 
