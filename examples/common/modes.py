@@ -25,7 +25,7 @@ from examples.common.flags import names_stored, parse
 from examples.common.loop import Interrupted, open_folder, train
 from examples.common.processes import SharedError, gather, together
 from examples.common.run_folder import RunFolder, of_script, write_json
-from examples.common.task import Task, shape_of
+from examples.common.task import Task
 from examples.common.training import DataParallel, Variables
 from examples.common.weights import cast_weights, file_variables, read_about, write_weights
 from perf.environment import environment
@@ -94,8 +94,9 @@ def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
     if config.audit:
         say(str(mpjax.audit(step, task.abstract_state(), task.parallel.like_batch(batch))))
         return {}
+    shapes = jax.tree.map(np.shape, batch)
     epochs = (task.batches(epoch, 0) for epoch in itertools.count())
-    batches = (other for epoch in epochs for other in epoch if shape_of(other) == shape_of(batch))
+    batches = (other for epoch in epochs for other in epoch if jax.tree.map(np.shape, other) == shapes)
     with contextlib.closing(task):
         if config.profile:
             say(str(mpjax.profile(step, task.initial_state(), steps=10, batches=batches)))

@@ -26,6 +26,8 @@ from examples.common.run_folder import RunFolder, check_identity
 from examples.common.training import DataParallel, Model, Training, TrainState, Variables
 from examples.common.weights import check_alike, file_variables
 
+Program = tuple[jax.stages.Wrapped, tuple[Any, ...]]  # a jitted function, and abstract arguments
+
 
 class Task(abc.ABC):
     """A model with its data, on all devices.
@@ -92,6 +94,10 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
         """Test metrics. Call `between_steps` before each step. `last` is whether training has ended."""
+
+    def test_programs(self, weights: Variables) -> list[Program]:
+        """The programs of `test` for abstract weights, to compile before a training."""
+        return []
 
     def description(self) -> dict[str, Any]:
         """The facts about the data that the model needs, as JSON. With the flags, they suffice to use the model."""
@@ -160,16 +166,15 @@ class Task(abc.ABC):
         return self.parallel.like_state(jax.eval_shape(self.training.init, 0))
 
     def compile(self) -> None:
-        """Compiles the step for each batch shape, before timing starts. Executables refuse other shapes and dtypes."""
+        """Compiles the programs of a training at the same time, before it starts. `jit` keeps them."""
         state = self.abstract_state()
-        batches = [self.parallel.like_batch(batch) for batch in self.example_batches(self.batch_size)]
+        batches = map(self.parallel.like_batch, self.example_batches(self.batch_size))
+        programs: list[Program] = [(self.training.train_step, (state, batch)) for batch in batches]
+        if self.best is not None:
+            weights = jax.eval_shape(self.training.weights, state)
+            programs += self.test_programs(self.parallel.like_state(weights))
         with ThreadPoolExecutor() as executor:
-            compiled = executor.map(lambda batch: self.training.train_step.lower(state, batch).compile(), batches)
-            self._executables = dict(zip(map(shape_of, batches), compiled, strict=True))
-
-    def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        """Returns the next state and outputs for the progress bar, all on the device. Donates the state."""
-        return self._executables[shape_of(batch)](state, batch)
+            list(executor.map(lambda program: program[0].lower(*program[1]).compile(), programs))
 
     def epoch_metrics(self, state: TrainState, between_steps: Callable[[], None]) -> dict[str, Any]:
         """Training and test metrics after an epoch."""
@@ -264,8 +269,3 @@ class Task(abc.ABC):
             raise UsageError(f"{flag} {str(folder.path)!r} holds no checkpoint yet: the run ended before its first.")
         state, _ = restored
         return Variables(**state.ema) if state.ema else Variables(training.float32_params(state), state.stats)
-
-
-def shape_of(batch: Any) -> tuple[int, ...]:
-    """The shape that identifies the executable for a batch."""
-    return tuple(jax.tree.leaves(batch)[0].shape)

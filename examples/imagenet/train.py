@@ -24,7 +24,7 @@ from examples.common.cli import UsageError, each_readable, listing, say
 from examples.common.pictures import draw_confusion
 from examples.common.records import read_file
 from examples.common.run_folder import write_json
-from examples.common.task import Task
+from examples.common.task import Program, Task
 from examples.common.training import DataParallel, Model, Sums, TrainState, Variables, check_outputs
 from examples.imagenet import data
 from examples.imagenet.config import Config
@@ -216,7 +216,7 @@ class ImageTask(Task):
         return jax.jit(predict_step)
 
     @functools.cached_property
-    def _compiled_test(self) -> Callable[..., Sums]:
+    def _test_step(self) -> jax.stages.Wrapped:
         use = self.functions[2]
 
         def test_step(variables: Variables, sums: Sums, batch: Batch) -> Sums:
@@ -226,24 +226,20 @@ class ImageTask(Task):
             found = training.checked_sums(jnp.asarray(batch.mask), finite, loss=losses, **correct(logits, batch.labels))
             return jax.tree.map(jnp.add, sums, found)
 
-        state = jax.eval_shape(self.training.weights, self.abstract_state())
-        batch = self.parallel.like_batch(data.empty_batch(self.test_batch_size, self.about.image_shape))
-        step = jax.jit(test_step, donate_argnums=1)
-        return step.lower(self.parallel.like_state(state), self._zero(), batch).compile()
+        return jax.jit(test_step, donate_argnums=1)
 
     def _zero(self) -> Sums:
         return self.parallel.replicate(training.zeros((*self.sums, "nonfinite")))
 
-    def compile(self) -> None:
-        super().compile()
-        if self.best is not None:
-            _ = self._compiled_test
+    def test_programs(self, weights: Variables) -> list[Program]:
+        batch = self.parallel.like_batch(data.empty_batch(self.test_batch_size, self.about.image_shape))
+        return [(self._test_step, (weights, self._zero(), batch))]
 
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
-        step, sums = self._compiled_test, self._zero()
+        sums = self._zero()
         for batch in data.evaluation_batches(self.test_set, self.test_batch_size, self.loading):
             between_steps()
-            sums = step(weights, sums, batch)
+            sums = self._test_step(weights, sums, batch)
         return training.test_metrics(sums, self.unit, last)
 
     def inference_step(self) -> jax.stages.Wrapped:

@@ -19,7 +19,7 @@ import mpjax
 from examples.common import modes
 from examples.common.cli import UsageError, say
 from examples.common.run_folder import write_json
-from examples.common.task import Task
+from examples.common.task import Program, Task
 from examples.common.training import DataParallel, Model, Sums, TrainState, Variables, masked_sums
 from examples.speech.audio import SAMPLE_RATE
 from examples.speech.batching import Batch, Buckets, Shape
@@ -161,11 +161,8 @@ class SpeechTask(Task):
 
     # Tests and predictions.
 
-    def compile(self) -> None:
-        super().compile()
-        if self.best is not None:
-            weights = jax.eval_shape(self.training.weights, self.abstract_state())
-            self._epoch_tester.compile(self.parallel.like_state(weights))
+    def test_programs(self, weights: Variables) -> list[Program]:
+        return self._epoch_tester.programs(weights)
 
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
         self.transcribed = self._epoch_tester.run(weights, between_steps)
