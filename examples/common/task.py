@@ -24,7 +24,7 @@ from examples.common.loading import Loading
 from examples.common.processes import gather
 from examples.common.run_folder import RunFolder, check_identity
 from examples.common.training import DataParallel, Model, Training, TrainState, Variables
-from examples.common.weights import check_alike, file_variables
+from examples.common.weights import Arrays, named, open_arrays
 
 Program = tuple[jax.stages.Wrapped, tuple[Any, ...]]  # a jitted function, and abstract arguments
 
@@ -237,16 +237,19 @@ class Task(abc.ABC):
         state, source = self.initial_state(), self.config.init_from
         if source is None:
             return state
+        like = Variables(training.float32_params(state), state.stats)
         if source.is_dir():
             other = RunFolder(source)
             settings = other.settings(self.config.script, "--init-from")
             same = {"model"} if settings.get("model") == getattr(self.config, "model", None) else set()
             values = self.config.like(settings, source, same, names_stored(self.config, "running"))
-            variables = self.with_flags(**values).run_variables(other, "--init-from")
-            check_alike(variables.params, state.params, f"--init-from {str(source)!r}")
+            trained = self.with_flags(**values).run_variables(other, "--init-from")
+            arrays = named(self.parallel.get(trained)._asdict())
+            shapes = {name: x.shape for name, x in arrays.items()}
+            variables = Arrays(f"--init-from {str(source)!r}", shapes, arrays.__getitem__).variables(like)
         else:
-            like = Variables(training.float32_params(state), state.stats)
-            variables = self.parallel.replicate(self.read_initial(source, like))
+            variables = self.read_initial(source, like)
+        variables = self.parallel.replicate(variables)
         new = training.with_params(state, variables.params, self.training.policy, training.inner_state(state))
         new = new._replace(stats=variables.stats)
         if state.ema:
@@ -256,7 +259,7 @@ class Task(abc.ABC):
 
     def read_initial(self, path: Path, like: Variables) -> Variables:
         """Reads float32 variables from a file of weights."""
-        return file_variables(path, like, "--init-from")
+        return open_arrays(path, "--init-from").variables(like)
 
     def run_variables(self, folder: RunFolder, flag: str = "--output") -> Variables:
         """The float32 variables of a run's checkpoint: the moving average if there is one."""

@@ -18,7 +18,7 @@ from examples.common.flags import parse
 from examples.common.modes import open_model
 from examples.common.run_folder import RunFolder, to_json
 from examples.common.training import Variables
-from examples.common.weights import file_variables, write_weights
+from examples.common.weights import open_arrays, write_weights
 from examples.imagenet import train as image_task
 from examples.imagenet.config import Config
 from examples.imagenet.image_folder import list_tree
@@ -164,8 +164,8 @@ def test_arrays_of_another_shape_are_not_read(tmp_path):
     save_file({"w": np.zeros((4, 4), np.float32)}, path)
     like = Variables({"w": jnp.zeros((4, 5))}, {})
     with pytest.raises(UsageError, match=r"'w' has shape \(4, 4\), which does not fit \(4, 5\)"):
-        file_variables(path, like, "--init-from")
-    read = file_variables(path, Variables({"w": jnp.zeros((4, 4))}, {}), "--init-from")
+        open_arrays(path, "--init-from").variables(like)
+    read = open_arrays(path, "--init-from").variables(Variables({"w": jnp.zeros((4, 4))}, {}))
     np.testing.assert_array_equal(read.params["w"], 0)
 
 
