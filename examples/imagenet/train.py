@@ -141,10 +141,9 @@ class ImageTask(Task):
     def batches(self, epoch: int, first: int) -> Iterator[Batch]:
         if self._stream is None:
             # One stream over all epochs, so that the next epoch's first batches load during evaluation.
-            how: dict[str, Any] = {"augment": self.config.augment, "loading": self.loading}
-            how["first"] = epoch * self.steps + first
-            how |= {"last": self.epochs * self.steps} if self.config.action == "train" else {}
-            self._stream = data.train_batches(self.data.train, self.batch_size, self.config.seed, **how)
+            last = self.epochs * self.steps if self.config.action == "train" else data.ENDLESS.stop
+            order = self.config.seed, range(epoch * self.steps + first, last), self.config.augment
+            self._stream = data.train_batches(self.data.train, self.batch_size, *order, self.loading)
         return itertools.islice(self._stream, self.steps - first)
 
     # Model, loss and step.

@@ -115,32 +115,28 @@ def _plan(train: int, test: int) -> dict[str, list[Spoken]]:
 
 
 def _digits(rng: np.random.Generator) -> str:
-    return " ".join(_pick(rng, _DIGITS) for _ in range(rng.integers(3, 6)))
+    return " ".join(rng.choice(_DIGITS) for _ in range(rng.integers(3, 6)))
 
 
 def _date(rng: np.random.Generator) -> str:
     month = int(rng.integers(12))
-    day = _pick(rng, _DAYS_OF_MONTH[: monthrange(2024, month + 1)[1]])
+    day = rng.choice(_DAYS_OF_MONTH[: monthrange(2024, month + 1)[1]])
     form = rng.integers(3)
     if form == 0:
         return f"{_MONTHS[month]} {day}"
-    return f"{day} of {_MONTHS[month]}" if form == 1 else f"{_pick(rng, _DAYS)} the {day}"
+    return f"{day} of {_MONTHS[month]}" if form == 1 else f"{rng.choice(_DAYS)} the {day}"
 
 
 def _command(rng: np.random.Generator) -> str:
-    number = _pick(rng, _CARDINALS)
+    number = rng.choice(_CARDINALS)
     forms = (
-        f"turn {_pick(rng, ('on', 'off'))} the {_pick(rng, _ROOMS)} {_pick(rng, _DEVICES)}",
-        f"set the {_pick(rng, _DEVICES)} to {number}",
-        f"{_pick(rng, ('play', 'stop'))} {_pick(rng, ('song', 'channel'))} {number}",
-        f"wake me at {_pick(rng, _CARDINALS[1:13])} {_pick(rng, ('fifteen', 'thirty', 'forty five'))}",
-        f"call {_pick(rng, _ROOMS)} {number}",
+        f"turn {rng.choice(('on', 'off'))} the {rng.choice(_ROOMS)} {rng.choice(_DEVICES)}",
+        f"set the {rng.choice(_DEVICES)} to {number}",
+        f"{rng.choice(('play', 'stop'))} {rng.choice(('song', 'channel'))} {number}",
+        f"wake me at {rng.choice(_CARDINALS[1:13])} {rng.choice(('fifteen', 'thirty', 'forty five'))}",
+        f"call {rng.choice(_ROOMS)} {number}",
     )
     return forms[rng.integers(len(forms))]
-
-
-def _pick(rng: np.random.Generator, words: Sequence[str]) -> str:
-    return words[int(rng.integers(len(words)))]
 
 
 def _spoken(rng: np.random.Generator, text: str, variants: Sequence[str]) -> Spoken:

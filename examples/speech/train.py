@@ -25,7 +25,7 @@ from examples.speech.audio import SAMPLE_RATE
 from examples.speech.batching import Batch, Buckets, Shape
 from examples.speech.config import Config
 from examples.speech.corpus import make_corpus
-from examples.speech.dataset import Alphabet, Speech, open_speech
+from examples.speech.dataset import Alphabet, Speech, read_speech
 from examples.speech.features import spec_augment
 from examples.speech.models import create_network, create_transcribe_step, ctc_losses, finite_features
 from examples.speech.testing import Tester, Transcribed, metrics_of_test, transcribe_files, worst_first
@@ -52,9 +52,8 @@ def open_sets(config: Config, alphabet: Alphabet, splits: Sequence[str] = ("trai
     for split in splits:
         if (path := paths[split]) is None:
             continue
-        fields = config.audio_field, config.text_field
-        limits: dict[str, Any] = {"drop": config.drop_characters, "max_seconds": config.max_seconds}
-        speech = sets[split] = open_speech(path, alphabet, config.max_skipped, *fields, **limits)
+        utterances = read_speech(path, config.audio_field, config.text_field, config.drop_characters)
+        speech = sets[split] = Speech(str(path), utterances, alphabet, config.max_skipped, config.max_seconds)
         # The fastest leaves the fewest frames for a transcript.
         speech.keep_decodable(config.output_frames, max(config.perturbation.speeds) if split == "train" else 1.0)
     return Data(alphabet, **sets)

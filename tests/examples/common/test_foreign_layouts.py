@@ -21,9 +21,9 @@ from examples.imagenet.config import Config
 from examples.imagenet.decoding import View
 from examples.imagenet.image_folder import ImageFolder, open_image_folder
 from examples.speech.config import Config as SpeechConfig
-from examples.speech.dataset import open_speech
 from tests.examples.common.test_records import rows_of, write_hugging_face, write_tar
 from tests.examples.imagenet.image_tree import CLASSES
+from tests.examples.speech.runs import open_speech
 
 
 def opened(root: Path, **options) -> list[ImageFolder]:

@@ -19,7 +19,7 @@ from examples.common.cli import UnusableFileError, UsageError
 from examples.speech.audio import audio_length, read_audio
 from examples.speech.batching import Buckets
 from examples.speech.corpus import make_corpus
-from examples.speech.dataset import Alphabet, open_speech, read_csv
+from examples.speech.dataset import Alphabet, read_csv
 from examples.speech.features import (
     NO_PERTURBATION,
     Perturbation,
@@ -29,6 +29,7 @@ from examples.speech.features import (
     samples_of,
     spec_augment,
 )
+from tests.examples.speech.runs import open_speech
 
 SIZE = (20, 5)
 
