@@ -91,13 +91,14 @@ def run_training(config: RunConfig, make: MakeTask) -> dict[str, Any]:
 def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
     """Prints the precision or the time of each operation of a training step, or what half precision would lose."""
     task = make(config)
-    step, batch = task.training.train_step, task.example_batches(task.batch_size)[-1]
+    step, batch = task.training.train_step, task.example_batches()[-1]
     if config.audit:
         say(str(mpjax.audit(step, task.abstract_state(), task.parallel.like_batch(batch))))
         return {}
     shapes = jax.tree.map(np.shape, batch)
-    epochs = (task.batches(epoch, 0) for epoch in itertools.count())
-    batches = (other for epoch in epochs for other in epoch if jax.tree.map(np.shape, other) == shapes)
+    synthetic = itertools.repeat(task.parallel.put(task.synthetic_batch())) if config.is_benchmark else ()
+    read = (batch for epoch in itertools.count() for batch in task.batches(epoch, 0))
+    batches = synthetic or (batch for batch in read if jax.tree.map(np.shape, batch) == shapes)
     with contextlib.closing(task):
         if config.profile:
             say(str(mpjax.profile(step, task.initial_state(), steps=10, batches=batches)))

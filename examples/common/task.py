@@ -84,7 +84,7 @@ class Task(abc.ABC):
         """The network and its loss in the precision of the flags."""
 
     @abc.abstractmethod
-    def example_batches(self, batch_size: int) -> Sequence[Any]:
+    def example_batches(self) -> Sequence[Any]:
         """A global batch of each shape that a step is compiled for, the largest last."""
 
     @abc.abstractmethod
@@ -128,11 +128,12 @@ class Task(abc.ABC):
         """The unusable files of each set that has files."""
         return {name: data.skipped for name, data in self.sets.items() if data.skipped is not None}
 
-    def check_batch_size(self, name: str, count: int) -> None:
-        """Raises `UsageError` if an epoch is smaller than one batch, since incomplete batches are dropped."""
+    def steps_of(self, name: str, count: int) -> int:
+        """The steps of an epoch; raises `UsageError` if there are none, since incomplete batches are dropped."""
         if self.batch_size > count:
             few = f"{name} has {count} training {self.unit}. Give at most {count}."
             raise UsageError(f"--batch-size {self.batch_size} is larger than the data: {few}")
+        return count // self.batch_size
 
     @property
     def best(self) -> tuple[str, int] | None:
@@ -168,7 +169,7 @@ class Task(abc.ABC):
     def compile(self) -> None:
         """Compiles the programs of a training at the same time, before it starts. `jit` keeps them."""
         state = self.abstract_state()
-        batches = map(self.parallel.like_batch, self.example_batches(self.batch_size))
+        batches = map(self.parallel.like_batch, self.example_batches())
         programs: list[Program] = [(self.training.train_step, (state, batch)) for batch in batches]
         if self.best is not None:
             weights = jax.eval_shape(self.training.weights, state)

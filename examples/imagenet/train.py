@@ -96,8 +96,7 @@ class ImageTask(Task):
         self.sets = {name: x for name, x in data._asdict().items() if isinstance(x, Dataset)}
         self.steps = IMAGENET_IMAGES // self.batch_size  # of a benchmark
         if data.train is not None:
-            self.check_batch_size(data.train.name, len(data.train))
-            self.steps = len(data.train) // self.batch_size
+            self.steps = self.steps_of(data.train.name, len(data.train))
         if data.test is not None:
             # A test set smaller than a batch is not padded to a full batch.
             self.test_count = len(data.test)
@@ -123,8 +122,8 @@ class ImageTask(Task):
     def read_initial(self, path: Any, like: Variables) -> Variables:
         return read_pretrained(path, like, self.config.model_name)
 
-    def example_batches(self, batch_size: int) -> Sequence[Batch]:
-        return [data.empty_batch(batch_size, self.about.image_shape)]
+    def example_batches(self) -> Sequence[Batch]:
+        return [data.empty_batch(self.batch_size, self.about.image_shape)]
 
     def synthetic_batch(self) -> Batch:
         rng, size = np.random.default_rng(0), self.batch_size

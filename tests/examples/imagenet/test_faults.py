@@ -234,6 +234,7 @@ def test_diverged_training_is_reported_in_one_line(diverging, tmp_path, monkeypa
         (["--mode", "train", "--patience", "3"], "--patience"),
         (["--audit", "--profile"], "--profile"),
         (["--audit", "--mode", "evaluate"], "--audit"),
+        (["--audit", "--mode", "inference_benchmark"], "--audit"),
         (["--warmup-epochs", "5", "--epochs", "2"], "--warmup-epochs 5.0: above half of --epochs 2"),
     ],
 )
