@@ -48,11 +48,7 @@ class Shape(NamedTuple):
         return Batch(audio, lengths[0], labels, lengths[1], weights, np.full(size, -1, np.int32))
 
 
-class _Plan(NamedTuple):
-    """A batch that has not been loaded yet."""
-
-    shape: Shape
-    indices: np.ndarray  # [batch or fewer]
+_Plan = tuple[Shape, np.ndarray]  # a batch that has not been loaded yet: the indices of its utterances
 
 
 class Buckets:
@@ -121,17 +117,17 @@ class Buckets:
         for number, shape in enumerate(self.shapes):
             members = np.concatenate([rest, order[bucket_of == number]])
             full = len(members) // self._batch_size * self._batch_size
-            plans += [_Plan(shape, part) for part in members[:full].reshape(-1, self._batch_size)]
+            plans += [(shape, part) for part in members[:full].reshape(-1, self._batch_size)]
             rest = members[full:]
-        return [*plans, _Plan(self.shapes[-1], rest)] if len(rest) else plans
+        return [*plans, (self.shapes[-1], rest)] if len(rest) else plans
 
     def _load_all(self, plans: Sequence[_Plan], perturbation: Perturbation, draw: Draw) -> Iterator[Batch]:
         return loaded(plans, lambda plan: self._load(plan, perturbation, draw), self._loading)
 
     def _load(self, plan: _Plan, perturbation: Perturbation, draw: Draw) -> Batch:
-        shape, (speeds, gains) = plan.shape, draw
+        (shape, indices), (speeds, gains) = plan, draw
         batch = shape._replace(batch=len(range(shape.batch)[self._own])).zeros()
-        for row, index in enumerate(plan.indices[self._own]):
+        for row, index in enumerate(indices[self._own]):
             if (audio := self._speech.load(int(index))) is None:
                 continue
             audio, labels = perturbation.apply(audio, int(speeds[index]), gains[index]), self._speech.labels[index]

@@ -18,7 +18,7 @@ from calendar import monthrange
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +26,11 @@ import numpy as np
 import soundfile
 from tqdm import tqdm
 
-from examples.common.cli import UsageError
+from examples.common.cli import UsageError, optional
 from examples.speech.audio import SAMPLE_RATE, resample
 
 DEFAULT_CACHE = Path("runs/speech-corpus")
+_REMEDY = "Install it with pip install espeakng-loader, or give your own speech (--train-data, --test-data)."
 
 # espeak-ng voice variants that speak clearly; a speaker is a variant with an accent, a tempo and a pitch. Variants with
 # `breath` in their definition (f2, f3, f5, Alicia, ...) are excluded, since their samples are not reproducible.
@@ -64,15 +65,10 @@ class Spoken(NamedTuple):
     pitch: int  # 0..99, 50 is the voice's default
 
 
-class Corpus(NamedTuple):
-    """Two files in Mozilla's CSV format."""
+def make_corpus(cache: Path = DEFAULT_CACHE, train: int = 2400, test: int = 240) -> tuple[Path, Path]:
+    """Returns two files in Mozilla's CSV format, of training and test; synthesises those that are not cached.
 
-    train: Path
-    test: Path
-
-
-def make_corpus(cache: Path = DEFAULT_CACHE, train: int = 2400, test: int = 240) -> Corpus:
-    """Returns the corpus of this size; synthesises it if it is not cached. The result is reproducible bit for bit.
+    The result is reproducible bit for bit.
 
     Args:
         cache: Folder with one subfolder per corpus, named by a hash of its utterances and espeak-ng's version.
@@ -82,11 +78,8 @@ def make_corpus(cache: Path = DEFAULT_CACHE, train: int = 2400, test: int = 240)
         UsageError: Espeak-ng is not usable, or the folder is not writable.
     """
     plan = _plan(train, test)
-    try:
-        library = version("espeakng-loader")
-    except PackageNotFoundError:
-        library = "none"
-    key = hashlib.sha256(json.dumps([plan, library, SAMPLE_RATE]).encode()).hexdigest()[:12]
+    optional("espeakng_loader", f"the corpus is spoken by espeak-ng. {_REMEDY}")
+    key = hashlib.sha256(json.dumps([plan, version("espeakng-loader"), SAMPLE_RATE]).encode()).hexdigest()[:12]
     folder = cache / key
     if not folder.is_dir():
         try:
@@ -98,7 +91,7 @@ def make_corpus(cache: Path = DEFAULT_CACHE, train: int = 2400, test: int = 240)
         except OSError as error:
             why = f"{error.strerror}. Give another folder with --cache-dir."
             raise UsageError(f"the corpus cannot be kept in {str(cache)!r}: {why}") from error
-    return Corpus(folder / "train.csv", folder / "test.csv")
+    return folder / "train.csv", folder / "test.csv"
 
 
 def _plan(train: int, test: int) -> dict[str, list[Spoken]]:
@@ -165,8 +158,7 @@ def _write(folder: Path, plan: dict[str, list[Spoken]]) -> None:
             size = path.write_bytes(content.getvalue())
             lines[split].append(f"{path.relative_to(folder).as_posix()},{size},{spoken.text}")
     except SynthesisError as error:
-        remedy = "Install it with pip install espeakng-loader, or give your own speech (--train-data, --test-data)."
-        raise UsageError(f"espeak-ng cannot speak the corpus: {error}. {remedy}") from error
+        raise UsageError(f"espeak-ng cannot speak the corpus: {error}. {_REMEDY}") from error
     for split, rows in lines.items():
         (folder / f"{split}.csv").write_text("\r\n".join(rows) + "\r\n", newline="")
 
