@@ -154,14 +154,8 @@ class ImageTask(Task):
         policy, by_modules = mpjax.get_policy(config.policy), config.amp == "module"
         net = network(config.model_name, len(about.classes), about.image_shape[-1], policy if by_modules else None)
         check_outputs_of(config.model_name, net, len(about.classes), about.image_shape)
-
         # Separate functions for training and evaluation, so that autocast sees the mode as a constant.
-        def train(variables: Variables, images: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
-            return net.apply(variables, images, key)
-
-        def use(variables: Variables, images: jax.Array) -> tuple[jax.Array, Any]:
-            return net.apply(variables, images, None)
-
+        train, use = net.apply, lambda variables, images: net.apply(variables, images, None)
         if not by_modules:
             train, use = mpjax.autocast(train, policy), mpjax.autocast(use, policy)
         return lambda key: net.init(key, jnp.zeros((1, *about.image_shape))), train, use

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from examples.common.loading import Loading, loaded
+from examples.common.loading import ALONE, Loading, loaded
 from examples.speech.dataset import Speech
 from examples.speech.features import NO_PERTURBATION, Draw, Perturbation, frames_of, samples_of
 
@@ -16,7 +16,6 @@ Array = np.ndarray | jax.Array
 
 # Batch lengths in frames are multiples of this, so that some are still multiples of 8 after the model's strides.
 _FRAMES = 16
-_LOADING = Loading(2, put=lambda batch: batch)
 
 
 class Batch(NamedTuple):
@@ -61,7 +60,7 @@ class Buckets:
         batch_size: Number of utterances in a batch.
         count: Maximum number of buckets, whose lengths are multiples of 16 frames.
         perturbation: Perturbation of the training utterances.
-        loading: How batches are loaded; by default they stay on the host.
+        loading: How batches are loaded; by default by one thread, for the first device.
 
     Attributes:
         shapes: All shapes of full batches, from short to long.
@@ -74,7 +73,7 @@ class Buckets:
         batch_size: int,
         count: int = 4,
         perturbation: Perturbation = NO_PERTURBATION,
-        loading: Loading = _LOADING,
+        loading: Loading = ALONE,
     ) -> None:
         self._speech, self._perturbation, self._loading = speech, perturbation, loading
         self._own = loading.own(batch_size)
