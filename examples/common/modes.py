@@ -321,7 +321,9 @@ def main(kind: type[Task], arguments: Sequence[str] | None = None) -> int:
             processes.end(program, "another process of this run")
         shared = isinstance(error, SharedError)
         processes.leave(failed=not shared)
-        told = _in_words(error)
+        told = one_line(error) if isinstance(error, UsageError) else None  # None is a bug of the program
+        if isinstance(error, OSError) and (why := disk_problem(error)):
+            told = f"{error.filename or 'a file'}: {why}. Free disk space, or give a writable folder."
         if told and not (shared and process_id()):
             print(f"{program}: error: {told}", file=sys.stderr)
         if processes.several() and not shared:  # The others have been told, and JAX would wait for them.
@@ -348,11 +350,3 @@ def final_line(summary: Mapping[str, Any], kind: type[Task]) -> str:
     tested = {name.replace("test_", "train_") for name in summary if name.startswith("test_")}
     names = [name for name in formats if name not in tested and isinstance(summary.get(name), int | float | str)]
     return ", ".join(formats[name].format(summary[name]) for name in names) if names != ["policy"] else ""
-
-
-def _in_words(error: Exception) -> str | None:
-    """The error in one line for the user; None for a bug of the program."""
-    if isinstance(error, OSError) and (why := disk_problem(error)):
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{why}. Free disk space, or give a writable folder."
-    return one_line(error) if isinstance(error, UsageError) else None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,14 +12,14 @@ import jiwer
 import numpy as np
 
 from examples.common.cli import UnusableFileError, each_readable, say
-from examples.common.modes import cast_to_policy
+from examples.common.modes import cast_to_policy, time_steps
 from examples.common.task import Program, Task
 from examples.common.training import Variables, check_outputs
 from examples.speech.audio import SAMPLE_RATE, read_audio
 from examples.speech.batching import Buckets, Shape
 from examples.speech.config import Config
 from examples.speech.dataset import Speech
-from examples.speech.models import create_test_step, create_transcribe_step
+from examples.speech.models import Decoded, create_test_step, create_transcribe_step
 
 
 class Tester:
@@ -109,18 +108,18 @@ def transcribe_files(task: Any, variables: Variables) -> dict[str, Any]:
     weights = jax.device_put(task.parallel.get(cast_to_policy(task, variables)), device)
     transcribe = create_transcribe_step(config, task.alphabet.labels)
     texts, latencies, nonfinite = [], [], 0
+
+    def transcribed(*inputs: Any) -> tuple[Decoded, str]:
+        decoded = jax.device_get(transcribe(*inputs))
+        return decoded, task.alphabet.decode(decoded.labels[0, : decoded.lengths[0]])
+
     for path, samples in readable.items():
         length = -(-len(samples) // _STEP) * _STEP  # padding does not change the results
         batch = Shape(1, length, 1).zeros()
         batch.audio[0, : len(samples)], batch.audio_lengths[0] = samples, len(samples)
-        inputs = weights, jax.device_put(batch, device)
-        seconds, text = [], ""
-        for _ in range(runs + 1):
-            started = time.perf_counter()
-            decoded = jax.device_get(transcribe(*inputs))
-            text = task.alphabet.decode(decoded.labels[0, : decoded.lengths[0]])
-            seconds.append(time.perf_counter() - started)
-        latencies.append(statistics.median(seconds[1:]))  # the first run is a warm-up
+        run = functools.partial(transcribed, weights, jax.device_put(batch, device))
+        (decoded, text), seconds = time_steps(run, runs + 1, ahead=0)
+        latencies.append(np.median(seconds[1:]))  # the first run is a warm-up
         texts.append(text)
         nonfinite += not decoded.finite[0]
         say(f"{path}: {text if decoded.finite[0] else 'inf or NaN'}")
