@@ -102,13 +102,13 @@ class Arrays(NamedTuple):
         Raises:
             UsageError: An array is missing, or has another shape.
         """
-        wanted = named(like._asdict())
+        wanted, remedy = named(like._asdict()), "give the --model and the data that it is for."
         found: dict[str, str] = {}
         for name in wanted:
             candidates = (names[name],) if names else (name, name.partition("/")[2])
             found[name] = next((own for own in candidates if own in self.shapes), "")
         if missing := [name for name, own in found.items() if not own]:
-            there = f"of this model; it holds {listing([*self.shapes])}."
+            there = f"of this model; it holds {listing([*self.shapes])}; {remedy}"
             raise UsageError(f"{self.source} lacks {listing(missing)} {there}")
         leaves = []
         for name, own in found.items():
@@ -119,7 +119,6 @@ class Arrays(NamedTuple):
             shape = convert(np.broadcast_to(np.float32(0), self.shapes[own])).shape
             if shape != wanted[name].shape:
                 fit = f"which does not fit {wanted[name].shape} of this model's {name!r}"
-                remedy = "give the --model and the data that it is for."
                 raise UsageError(f"{self.source}: {own!r} has shape {self.shapes[own]}, {fit}; {remedy}")
             leaves.append(jnp.asarray(convert(self.read(own))).astype(wanted[name].dtype))
         return jax.device_get(jax.tree.unflatten(jax.tree.structure(like), leaves))
