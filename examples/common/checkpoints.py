@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from jax.sharding import SingleDeviceSharding
 
 from examples.common.cli import UsageError, disk_problem, one_line, process_id, say
 from examples.common.processes import gather
@@ -32,16 +31,13 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int = 2, clean: bool = False) -> None:
-        self._folder, self._keep, self._clean = folder.absolute(), keep, clean
-        self._manager = self._open()
-
-    def _open(self) -> ocp.CheckpointManager:
+        self._folder = folder.absolute()
         # Of its own, or the processes would mistake a write here for one of the best epoch's at the same time.
         barriers = ocp.options.MultiprocessingOptions(barrier_sync_key_prefix=self._folder.name)
-        own: dict[str, Any] = {"cleanup_tmp_directories": self._clean, "multiprocessing_options": barriers}
-        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, create=True, **own)
+        own: dict[str, Any] = {"cleanup_tmp_directories": clean, "multiprocessing_options": barriers}
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, **own)
         with _writing(self._folder):
-            return ocp.CheckpointManager(self._folder, options=options)
+            self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -79,8 +75,8 @@ class Checkpoints:
         """Restores the newest readable state and its position. Returns None if nothing was saved yet.
 
         Args:
-            like: Called with the position, returns a state with the saved structure. The restored arrays have its
-                shapes, dtypes and shardings.
+            like: Called with the position, returns a state with the saved structure, of arrays or of
+                `jax.ShapeDtypeStruct`s with shardings. The restored arrays have its shapes, dtypes and shardings.
             resume: Whether training continues from here. Newer checkpoints are then moved to a folder beside this one,
                 since their steps will run again.
 
@@ -121,8 +117,8 @@ class Checkpoints:
         position = stored["position"]
         if stored["position_checksum"] != _text_checksum(position):
             raise ValueError("the position differs from what was saved")
-        template = jax.tree.map(_abstract, like(position))
-        found = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(template)))
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(like(position)))
+        found = self._manager.restore(step, args=args)
         sums, saved = record(found["state"], {})["array_checksums"], stored["array_checksums"]
         if differing := [name for name in {**sums, **saved} if sums.get(name) != saved.get(name)]:
             raise ValueError(f"{', '.join(differing[:3])} differ from what was saved")
@@ -133,16 +129,14 @@ class Checkpoints:
         steps = [other for other in self.steps if other > step]
         if not steps:
             return
-        self._manager.close()
-        gather(None)  # All have closed it,
         aside = self._folder.with_name(f"{self._folder.name}_set_aside")
         for step in steps if process_id() == 0 else ():
             aside.mkdir(exist_ok=True)
             number = sum(path.name.startswith(f"{step}-") for path in aside.iterdir())
             os.replace(self._folder / str(step), aside / f"{step}-{number}")
-        gather(None)  # and none opens it before the first has moved them.
+        gather(None)  # None looks before the first has moved them.
+        self._manager.reload()
         say(f"checkpoints of later steps ({', '.join(map(str, steps))}) are now in {aside}")
-        self._manager = self._open()
 
 
 def newest_position(folder: Path) -> dict[str, Any]:
@@ -169,12 +163,6 @@ def _writing(folder: Path) -> Iterator[None]:
             raise
         remedy = "Free disk space or use another folder; --resume continues from the last complete checkpoint."
         raise UsageError(f"a checkpoint can't be written to {str(folder)!r}: {why}. {remedy}") from error
-
-
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-    """The shape, dtype and sharding; without a sharding, the first device rather than those that the file names."""
-    sharding = getattr(x, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 # Checksums of a state's arrays, computed where the arrays are. Orbax stores none, so it restores a flipped bit.

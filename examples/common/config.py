@@ -209,7 +209,8 @@ class RunConfig(abc.ABC):
                 raise UsageError(f"--loss-scale {self.loss_scale!r}: give dynamic, or 2**-126 to 2**126.") from error
 
     def _check_together(self) -> None:
-        if self.action in INSPECT and (sum(getattr(self, name) for name in INSPECT) > 1 or self.mode in USE):
+        several = sum(getattr(self, name) for name in INSPECT) > 1
+        if self.action in INSPECT and (several or self.mode in (*USE, "inference_benchmark")):
             raise UsageError("--audit, --profile and --numerics inspect a training: give one of them, without --mode.")
         if "warmup_epochs" in self.given and self.warmup_epochs > self.epochs / 2:
             raise UsageError(f"--warmup-epochs {self.warmup_epochs}: above half of --epochs {self.epochs}.")

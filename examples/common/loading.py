@@ -28,6 +28,9 @@ class Loading(NamedTuple):
     own: Callable[[int], slice] = slice  # the rows to load of a batch of a size: each of several processes has its own
 
 
+ALONE = Loading()
+
+
 def loaded(source: Any, load: Callable[[Any], Any], loading: Loading) -> Generator[Any, None, None]:
     """The batches that `load` makes of a source's items, in order. Closing the generator stops the threads.
 

@@ -178,7 +178,7 @@ class _Run:
         first, started = self.batch, time.perf_counter()
         for batch in self._batches():
             self._save_or_stop()
-            self.state, outputs = self.task.train_step(self.state, batch)
+            self.state, outputs = self.task.training.train_step(self.state, batch)
             self.batch += 1
             self.bar.update()
             step = self.epoch * self.task.steps + self.batch

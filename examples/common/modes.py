@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ from examples.common.flags import names_stored, parse
 from examples.common.loop import Interrupted, open_folder, train
 from examples.common.processes import SharedError, gather, together
 from examples.common.run_folder import RunFolder, of_script, write_json
-from examples.common.task import Task, shape_of
+from examples.common.task import Task
 from examples.common.training import DataParallel, Variables
-from examples.common.weights import cast_weights, file_variables, read_about, write_weights
+from examples.common.weights import cast_weights, open_arrays, read_about, write_weights
 from perf.environment import environment
 from perf.memory import is_out_of_memory, peak_bytes, program_bytes
 
@@ -90,12 +91,14 @@ def run_training(config: RunConfig, make: MakeTask) -> dict[str, Any]:
 def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
     """Prints the precision or the time of each operation of a training step, or what half precision would lose."""
     task = make(config)
-    step, batch = task.training.train_step, task.example_batches(task.batch_size)[-1]
+    step, batch = task.training.train_step, task.example_batches()[-1]
     if config.audit:
         say(str(mpjax.audit(step, task.abstract_state(), task.parallel.like_batch(batch))))
         return {}
-    epochs = (task.batches(epoch, 0) for epoch in itertools.count())
-    batches = (other for epoch in epochs for other in epoch if shape_of(other) == shape_of(batch))
+    shapes = jax.tree.map(np.shape, batch)
+    synthetic = itertools.repeat(task.parallel.put(task.synthetic_batch())) if config.is_benchmark else ()
+    read = (batch for epoch in itertools.count() for batch in task.batches(epoch, 0))
+    batches = synthetic or (batch for batch in read if jax.tree.map(np.shape, batch) == shapes)
     with contextlib.closing(task):
         if config.profile:
             say(str(mpjax.profile(step, task.initial_state(), steps=10, batches=batches)))
@@ -116,7 +119,7 @@ def inspect(config: RunConfig, make: MakeTask) -> dict[str, Any]:
 def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
     """Measures steps of training or of inference on synthetic data, and writes benchmark.json."""
     task = make(config)
-    training, unit = config.mode == "training_benchmark", task.unit
+    training = config.mode == "training_benchmark"
     with open_folder(config, "-benchmarks") as folder:
         state: Any = task.initial_state()
         parameters = optax.tree.size(state.params)
@@ -124,7 +127,7 @@ def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
         batch = task.parallel.put(task.synthetic_batch())
         started = time.perf_counter()
         compiled = (task.training.train_step if training else task.inference_step()).lower(state, batch).compile()
-        seconds, size = time.perf_counter() - started, program_bytes(compiled)
+        took, size = time.perf_counter() - started, program_bytes(compiled)
 
         def step() -> Any:
             nonlocal state
@@ -133,60 +136,50 @@ def run_benchmark(config: RunConfig, make: MakeTask) -> dict[str, Any]:
             state, outputs = compiled(state, batch)
             return outputs
 
-        sizes = {"warmup": config.warmup_steps, "iterations": config.num_iter, "items": task.batch_size}
-        last, found = measure(step, **sizes, unit=unit, one_by_one=not training)
+        last, seconds = time_steps(step, config.warmup_steps + config.num_iter, ahead=int(training))
+        seconds = seconds[config.warmup_steps :]
+        speed, milliseconds = task.batch_size * config.num_iter / float(seconds.sum()), seconds * 1e3
+        percentiles = {f"p{q}": float(np.percentile(milliseconds, q)) for q in (50, 90, 95, 99)}
         results = {
             **{name: getattr(config, name) for name in ("mode", "policy", "amp", "batch_size", "warmup_steps")},
             "environment": environment(),
             "parameters": parameters,
             "devices": task.parallel.count,
             "iterations": config.num_iter,
-            "compile_seconds": seconds,
+            "compile_seconds": took,
             "program_bytes": size,
-            **found,
+            f"{task.unit}_per_second": speed,
+            "latency_milliseconds": {"avg": float(milliseconds.mean()), **percentiles},
+            "peak_memory_bytes": peak_bytes(),
             **{name: last[name].item() for name in ("loss_scale", "skipped_steps") if training},
-            **task.benchmark_facts(found[f"{unit}_per_second"]),
+            **task.benchmark_facts(speed),
         }
         write_json(folder.path / "benchmark.json", results)
     latency = ", ".join(f"{name} {value:.1f}" for name, value in results["latency_milliseconds"].items())
-    say(f"latency in ms: {latency}; {size / 2**20:,.0f} MiB; compiled in {seconds:.1f} s; output in {folder.path}")
+    say(f"latency in ms: {latency}; {size / 2**20:,.0f} MiB; compiled in {took:.1f} s; output in {folder.path}")
     return results
 
 
-def measure(
-    step: Callable[[], Any], *, warmup: int, iterations: int, items: int, unit: str, one_by_one: bool = False
-) -> tuple[Any, dict[str, Any]]:
-    """Runs a step `warmup + iterations` times and measures the last `iterations`.
+def time_steps(step: Callable[[], Any], count: int, ahead: int) -> tuple[Any, np.ndarray]:
+    """Runs a step `count` times.
 
     Args:
         step: Dispatches a step and returns an output that is ready when the step is done.
-        items: Number of items in a batch.
-        unit: What an item is, in the plural.
-        one_by_one: Whether to wait for each step before dispatching the next, as a server does that answers
-            requests one by one. Otherwise one step is always queued, as in training, and the latency is the
-            time between the ends of two steps.
+        count: Number of steps.
+        ahead: How many further steps are dispatched before one is done. One keeps the device busy, as in training. None
+            is a server that answers requests one by one.
 
     Returns:
-        The last output, and a JSON object with the speed, latencies in milliseconds, and memory.
+        The last output, and the seconds between the ends of two steps, [count].
     """
-    before, ends = None, [time.perf_counter()]
-    for index in range(warmup + iterations):
-        shown = step()
-        if one_by_one or index:
-            # Wait for the previous step, so that the device always has another one queued.
-            jax.block_until_ready(shown if one_by_one else before)
+    queued, last, ends = deque[Any](), None, [time.perf_counter()]
+    for index in range(count + ahead):
+        if index < count:
+            queued.append(step())
+        if index >= ahead:
+            last = jax.block_until_ready(queued.popleft())
             ends.append(time.perf_counter())
-        before = shown
-    jax.block_until_ready(before)
-    if not one_by_one:
-        ends.append(time.perf_counter())
-    seconds = np.diff(ends[warmup:])
-    percentiles = {f"p{q}": float(np.percentile(seconds, q)) * 1e3 for q in (50, 90, 95, 99)}
-    return before, {
-        f"{unit}_per_second": items * iterations / float(seconds.sum()),
-        "latency_milliseconds": {"avg": float(seconds.mean()) * 1e3, **percentiles},
-        "peak_memory_bytes": peak_bytes(),
-    }
+    return last, np.diff(ends)
 
 
 # Tests a trained model of any script, and exports its weights.
@@ -234,7 +227,7 @@ def open_model(config: RunConfig, kind: type[Task]) -> tuple[Task, Variables]:
         return task, task.run_variables(folder)
     like = jax.eval_shape(task.training.init, 0)
     wanted = Variables(mpjax.get_policy("float32").cast_to_param(like.params), like.stats)
-    return task, task.parallel.replicate(file_variables(config.weights, wanted, "--weights"))
+    return task, task.parallel.replicate(open_arrays(config.weights, "--weights").variables(wanted))
 
 
 def cast_to_policy(task: Task, variables: Variables) -> Variables:
@@ -260,7 +253,7 @@ def export(task: Task, variables: Variables, folder: Path, dtype: str) -> dict[s
     about = {"settings": task.config.settings(), "data": task.description(), "dtype": dtype}
     write_weights(path, task.parallel.get(cast_weights(variables, dtype)), about)
     gather(None)  # All read what the first has written.
-    written = task.parallel.replicate(file_variables(path, variables, "--export"))
+    written = task.parallel.replicate(open_arrays(path, "--export").variables(variables))
     found = _tested(task, dtype, written)[name]
     if not sign * found >= sign * source - _TOLERANCE - 1 / task.test_count:
         gather(None)
@@ -328,7 +321,9 @@ def main(kind: type[Task], arguments: Sequence[str] | None = None) -> int:
             processes.end(program, "another process of this run")
         shared = isinstance(error, SharedError)
         processes.leave(failed=not shared)
-        told = _in_words(error)
+        told = one_line(error) if isinstance(error, UsageError) else None  # None is a bug of the program
+        if isinstance(error, OSError) and (why := disk_problem(error)):
+            told = f"{error.filename or 'a file'}: {why}. Free disk space, or give a writable folder."
         if told and not (shared and process_id()):
             print(f"{program}: error: {told}", file=sys.stderr)
         if processes.several() and not shared:  # The others have been told, and JAX would wait for them.
@@ -355,11 +350,3 @@ def final_line(summary: Mapping[str, Any], kind: type[Task]) -> str:
     tested = {name.replace("test_", "train_") for name in summary if name.startswith("test_")}
     names = [name for name in formats if name not in tested and isinstance(summary.get(name), int | float | str)]
     return ", ".join(formats[name].format(summary[name]) for name in names) if names != ["policy"] else ""
-
-
-def _in_words(error: Exception) -> str | None:
-    """The error in one line for the user; None for a bug of the program."""
-    if isinstance(error, OSError) and (why := disk_problem(error)):
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{why}. Free disk space, or give a writable folder."
-    return one_line(error) if isinstance(error, UsageError) else None

@@ -76,6 +76,5 @@ class Maker:
     def _task(self, words: Sequence[str], seed: int) -> Task:
         flags = self._kind.config_type
         config = parse(flags, f"python -m examples.{flags.script}", [*self._flags, *words, "--seed", str(seed)])
-        if self._make_task is None:
-            self._make_task = task_maker(config, self._kind)
+        self._make_task = self._make_task or task_maker(config, self._kind)  # opens the data once
         return self._make_task(config)

@@ -178,8 +178,7 @@ class Examples(Records):
 
 
 def _feature_value(feature: Any) -> Any:
-    kind = feature.WhichOneof("kind")
-    values = list(getattr(feature, kind).value) if kind else []
+    values = [value for _, part in feature.ListFields() for value in part.value]
     return values[0] if len(values) == 1 else values or None
 
 

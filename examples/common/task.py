@@ -24,7 +24,9 @@ from examples.common.loading import Loading
 from examples.common.processes import gather
 from examples.common.run_folder import RunFolder, check_identity
 from examples.common.training import DataParallel, Model, Training, TrainState, Variables
-from examples.common.weights import check_alike, file_variables
+from examples.common.weights import Arrays, named, open_arrays
+
+Program = tuple[jax.stages.Wrapped, tuple[Any, ...]]  # a jitted function, and abstract arguments
 
 
 class Task(abc.ABC):
@@ -82,7 +84,7 @@ class Task(abc.ABC):
         """The network and its loss in the precision of the flags."""
 
     @abc.abstractmethod
-    def example_batches(self, batch_size: int) -> Sequence[Any]:
+    def example_batches(self) -> Sequence[Any]:
         """A global batch of each shape that a step is compiled for, the largest last."""
 
     @abc.abstractmethod
@@ -92,6 +94,10 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
         """Test metrics. Call `between_steps` before each step. `last` is whether training has ended."""
+
+    def test_programs(self, weights: Variables) -> list[Program]:
+        """The programs of `test` for abstract weights, to compile before a training."""
+        return []
 
     def description(self) -> dict[str, Any]:
         """The facts about the data that the model needs, as JSON. With the flags, they suffice to use the model."""
@@ -122,11 +128,12 @@ class Task(abc.ABC):
         """The unusable files of each set that has files."""
         return {name: data.skipped for name, data in self.sets.items() if data.skipped is not None}
 
-    def check_batch_size(self, name: str, count: int) -> None:
-        """Raises `UsageError` if an epoch is smaller than one batch, since incomplete batches are dropped."""
+    def steps_of(self, name: str, count: int) -> int:
+        """The steps of an epoch; raises `UsageError` if there are none, since incomplete batches are dropped."""
         if self.batch_size > count:
             few = f"{name} has {count} training {self.unit}. Give at most {count}."
             raise UsageError(f"--batch-size {self.batch_size} is larger than the data: {few}")
+        return count // self.batch_size
 
     @property
     def best(self) -> tuple[str, int] | None:
@@ -160,16 +167,15 @@ class Task(abc.ABC):
         return self.parallel.like_state(jax.eval_shape(self.training.init, 0))
 
     def compile(self) -> None:
-        """Compiles the step for each batch shape, before timing starts. Executables refuse other shapes and dtypes."""
+        """Compiles the programs of a training at the same time, before it starts. `jit` keeps them."""
         state = self.abstract_state()
-        batches = [self.parallel.like_batch(batch) for batch in self.example_batches(self.batch_size)]
+        batches = map(self.parallel.like_batch, self.example_batches())
+        programs: list[Program] = [(self.training.train_step, (state, batch)) for batch in batches]
+        if self.best is not None:
+            weights = jax.eval_shape(self.training.weights, state)
+            programs += self.test_programs(self.parallel.like_state(weights))
         with ThreadPoolExecutor() as executor:
-            compiled = executor.map(lambda batch: self.training.train_step.lower(state, batch).compile(), batches)
-            self._executables = dict(zip(map(shape_of, batches), compiled, strict=True))
-
-    def train_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        """Returns the next state and outputs for the progress bar, all on the device. Donates the state."""
-        return self._executables[shape_of(batch)](state, batch)
+            list(executor.map(lambda program: program[0].lower(*program[1]).compile(), programs))
 
     def epoch_metrics(self, state: TrainState, between_steps: Callable[[], None]) -> dict[str, Any]:
         """Training and test metrics after an epoch."""
@@ -232,16 +238,19 @@ class Task(abc.ABC):
         state, source = self.initial_state(), self.config.init_from
         if source is None:
             return state
+        like = Variables(training.float32_params(state), state.stats)
         if source.is_dir():
             other = RunFolder(source)
             settings = other.settings(self.config.script, "--init-from")
             same = {"model"} if settings.get("model") == getattr(self.config, "model", None) else set()
             values = self.config.like(settings, source, same, names_stored(self.config, "running"))
-            variables = self.with_flags(**values).run_variables(other, "--init-from")
-            check_alike(variables.params, state.params, f"--init-from {str(source)!r}")
+            trained = self.with_flags(**values).run_variables(other, "--init-from")
+            arrays = named(self.parallel.get(trained)._asdict())
+            shapes = {name: x.shape for name, x in arrays.items()}
+            variables = Arrays(f"--init-from {str(source)!r}", shapes, arrays.__getitem__).variables(like)
         else:
-            like = Variables(training.float32_params(state), state.stats)
-            variables = self.parallel.replicate(self.read_initial(source, like))
+            variables = self.read_initial(source, like)
+        variables = self.parallel.replicate(variables)
         new = training.with_params(state, variables.params, self.training.policy, training.inner_state(state))
         new = new._replace(stats=variables.stats)
         if state.ema:
@@ -251,7 +260,7 @@ class Task(abc.ABC):
 
     def read_initial(self, path: Path, like: Variables) -> Variables:
         """Reads float32 variables from a file of weights."""
-        return file_variables(path, like, "--init-from")
+        return open_arrays(path, "--init-from").variables(like)
 
     def run_variables(self, folder: RunFolder, flag: str = "--output") -> Variables:
         """The float32 variables of a run's checkpoint: the moving average if there is one."""
@@ -264,8 +273,3 @@ class Task(abc.ABC):
             raise UsageError(f"{flag} {str(folder.path)!r} holds no checkpoint yet: the run ended before its first.")
         state, _ = restored
         return Variables(**state.ema) if state.ema else Variables(training.float32_params(state), state.stats)
-
-
-def shape_of(batch: Any) -> tuple[int, ...]:
-    """The shape that identifies the executable for a batch."""
-    return tuple(jax.tree.leaves(batch)[0].shape)

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,10 +76,63 @@ def read_about(path: Path) -> dict[str, Any]:
         raise UsageError(f"--weights {str(path)!r} was not written by --export: {one_line(error, 200)}") from error
 
 
-def open_arrays(path: Path, flag: str) -> tuple[Shapes, Reader]:
-    """The shapes of the arrays in a .safetensors or .pth file by name, and a function that reads one.
+class Arrays(NamedTuple):
+    """Arrays by name, of which each is read when it is needed."""
 
-    The prefix of torch's DataParallel is stripped.
+    source: str  # for messages
+    shapes: Shapes
+    read: Callable[[str], Any]
+
+    def variables(
+        self,
+        like: Variables,
+        names: Mapping[str, str] | None = None,
+        convert: Callable[[Any], Any] = lambda array: array,
+        keep: Collection[str] = (),
+    ) -> Variables:
+        """The arrays as variables, on the host.
+
+        Args:
+            like: Variables with the expected names (those of `named`, with or without the prefix `params/` or
+                `stats/`), shapes and dtypes.
+            names: Maps names of `like` to those of the arrays, if they differ.
+            convert: Applied to each array.
+            keep: Names whose values are taken from `like`.
+
+        Raises:
+            UsageError: An array is missing, or has another shape.
+        """
+        wanted, remedy = named(like._asdict()), "give the --model and the data that it is for."
+        found: dict[str, str] = {}
+        for name in wanted:
+            candidates = (names[name],) if names else (name, name.partition("/")[2])
+            found[name] = next((own for own in candidates if own in self.shapes), "")
+        if missing := [name for name, own in found.items() if not own]:
+            there = f"of this model; it holds {listing([*self.shapes])}; {remedy}"
+            raise UsageError(f"{self.source} lacks {listing(missing)} {there}")
+        leaves = []
+        for name, own in found.items():
+            if name in keep:
+                leaves.append(wanted[name])
+                continue
+            # A broadcast scalar has the shape but takes no memory, whatever a file claims.
+            shape = convert(np.broadcast_to(np.float32(0), self.shapes[own])).shape
+            if shape != wanted[name].shape:
+                fit = f"which does not fit {wanted[name].shape} of this model's {name!r}"
+                raise UsageError(f"{self.source}: {own!r} has shape {self.shapes[own]}, {fit}; {remedy}")
+            leaves.append(jnp.asarray(convert(self.read(own))).astype(wanted[name].dtype))
+        return jax.device_get(jax.tree.unflatten(jax.tree.structure(like), leaves))
+
+
+def open_arrays(path: Path, flag: str) -> Arrays:
+    """The arrays of a .safetensors or .pth file, without the prefix of torch's DataParallel.
+
+    Args:
+        path: The file.
+        flag: The flag that names it, for messages.
+
+    Raises:
+        UsageError: The file can't be read.
     """
     try:
         shapes, read = (_open_torch if path.suffix in (".pth", ".pt", ".bin") else _open_safetensors)(path)
@@ -89,52 +142,8 @@ def open_arrays(path: Path, flag: str) -> tuple[Shapes, Reader]:
         why = one_line(error, 200)
         raise UsageError(f"{flag} {str(path)!r} can't be read as .safetensors or .pth: {why}") from error
     names = {name.removeprefix("module."): name for name in shapes}
-    return {name: shapes[own] for name, own in names.items()}, lambda name: read(names[name])
-
-
-def file_variables(
-    path: Path,
-    like: Variables,
-    flag: str,
-    names: Mapping[str, str] | None = None,
-    convert: Callable[[Any], Any] = lambda array: array,
-    keep: Collection[str] = (),
-) -> Variables:
-    """Reads the arrays of a .safetensors or .pth file as variables, on the host.
-
-    Args:
-        path: The file. Its arrays have the names of `named`, with or without the prefix `params/` or `stats/`.
-        like: Variables with the expected names, shapes and dtypes.
-        flag: The flag that names the file, for error messages.
-        names: Maps names of `like` to those of the file, if they differ.
-        convert: Applied to each array of the file.
-        keep: Names whose values are taken from `like`.
-
-    Raises:
-        UsageError: The file can't be read, lacks an array, or has one of another shape.
-    """
-    shapes, read = open_arrays(path, flag)
-    wanted = named(like._asdict())
-    found: dict[str, str] = {}
-    for name in wanted:
-        candidates = (names[name],) if names else (name, name.partition("/")[2])
-        found[name] = next((own for own in candidates if own in shapes), "")
-    if missing := [name for name, own in found.items() if not own]:
-        there = f"of this model; it holds {listing([*shapes])}."
-        raise UsageError(f"{flag} {str(path)!r} lacks {listing(missing)} {there}")
-    leaves = []
-    for name, own in found.items():
-        if name in keep:
-            leaves.append(wanted[name])
-            continue
-        # A broadcast scalar has the shape but takes no memory, whatever the file claims.
-        shape = convert(np.broadcast_to(np.float32(0), shapes[own])).shape
-        if shape != wanted[name].shape:
-            fit = f"which does not fit {wanted[name].shape} of this model's {name!r}"
-            remedy = "give the --model and the data that the file is for."
-            raise UsageError(f"{flag} {str(path)!r}: {own!r} has shape {shapes[own]}, {fit}; {remedy}")
-        leaves.append(jnp.asarray(convert(read(own))).astype(wanted[name].dtype))
-    return jax.device_get(jax.tree.unflatten(jax.tree.structure(like), leaves))
+    own_shapes = {name: shapes[own] for name, own in names.items()}
+    return Arrays(f"{flag} {str(path)!r}", own_shapes, lambda name: read(names[name]))
 
 
 def _open_safetensors(path: Path) -> tuple[Shapes, Reader]:
@@ -152,13 +161,3 @@ def _open_torch(path: Path) -> tuple[Shapes, Reader]:
         found = found.get(key, found)
     tensors = {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
     return {name: tuple(x.shape) for name, x in tensors.items()}, lambda name: tensors[name].float().numpy()
-
-
-def check_alike(params: Any, like: Any, source: str) -> None:
-    """Raises a `UsageError` if two trees of arrays differ in names or shapes."""
-    own, others = named(like), named(params)
-    for name in own:
-        if name not in others or others[name].shape != own[name].shape:
-            got = f"has shape {others[name].shape}" if name in others else "is missing"
-            wanted = f"this model's has shape {own[name].shape}; give the same --model."
-            raise UsageError(f"{source}: {name!r} {got}, but {wanted}")

@@ -63,8 +63,8 @@ class CustomTask(Task):
     def __init__(self, config: Config, parallel: DataParallel, data: tuple[Batch, Batch]) -> None:
         super().__init__(config, parallel, data)
         self._train, self._test = data
-        self.check_batch_size("the breast cancer data", len(self._train.labels))
-        self.steps, self.test_count = len(self._train.labels) // self.batch_size, len(self._test.labels)
+        self.steps = self.steps_of("the breast cancer data", len(self._train.labels))
+        self.test_count = len(self._test.labels)
 
     @classmethod
     def open(cls, config: Config, description: dict[str, Any] | None = None) -> tuple[Batch, Batch]:
@@ -115,8 +115,8 @@ class CustomTask(Task):
 
         return jax.jit(test_step)
 
-    def example_batches(self, batch_size: int) -> Sequence[Batch]:
-        return [Batch(np.zeros((batch_size, 30), np.float32), np.zeros(batch_size, np.int32))]
+    def example_batches(self) -> Sequence[Batch]:
+        return [Batch(np.zeros((self.batch_size, 30), np.float32), np.zeros(self.batch_size, np.int32))]
 
     def batches(self, epoch: int, first: int) -> Iterator[Batch]:
         order = np.random.default_rng((self.config.seed, epoch)).permutation(len(self._train.labels))

@@ -4,7 +4,7 @@ Usage in a training loop:
 
     train_set, test_set = open_image_folder(...)            # or those of a package, below
     steps = len(train_set) // batch_size
-    with closing(train_batches(train_set, batch_size, seed, first=step, last=epochs * steps)) as batches:
+    with closing(train_batches(train_set, batch_size, seed, range(step, epochs * steps))) as batches:
         for batch in itertools.islice(batches, steps):      # one epoch; the stream continues over epochs
             state = train_step(state, batch)
     for batch in evaluation_batches(test_set, batch_size):  # every image once; padded with mask 0
@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from examples.common.cli import SkippedFiles, UsageError, optional
-from examples.common.loading import Loading, loaded
+from examples.common.loading import ALONE, Loading, loaded
 
 Array = np.ndarray | jax.Array
 
@@ -78,7 +78,7 @@ class Augmentation(NamedTuple):
 
 Batches = Generator[Batch, None, None]  # closing it stops the threads
 _Rows = tuple[np.ndarray, Augmentation | None]  # the images of a batch; what is missing is padding
-_LOADING = Loading()
+ENDLESS = range(2**31)
 
 
 class Dataset(abc.ABC):
@@ -207,51 +207,42 @@ EMBEDDED: dict[str, type[Embedded]] = {"digits": Digits, "mnist": Mnist}
 
 def _shift(images: np.ndarray, shifts: np.ndarray) -> np.ndarray:
     """Moves each image by -1, 0 or 1 pixel (0, 1 or 2 in `shifts`) down and to the right."""
-    _, height, width, _ = images.shape
     padded = np.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    rows = shifts[:, 0, None] + np.arange(height)
-    columns = shifts[:, 1, None] + np.arange(width)
-    return padded[np.arange(len(images))[:, None, None], rows[:, :, None], columns[:, None, :]]
+    # [images, 3, 3, channels, height, width]
+    views = np.lib.stride_tricks.sliding_window_view(padded, images.shape[1:3], axis=(1, 2))
+    return np.moveaxis(views[np.arange(len(images)), *shifts.T], 1, -1)
 
 
 # Batches are planned from seed and step.
 
 
 def train_batches(
-    dataset: Dataset,
-    batch_size: int,
-    seed: int,
-    *,
-    first: int = 0,
-    last: int = 2**31,
-    augment: bool = True,
-    loading: Loading = _LOADING,
+    dataset: Dataset, batch_size: int, seed: int, steps: range = ENDLESS, augment: bool = True, loading: Loading = ALONE
 ) -> Batches:
-    """The training batches of all epochs, shuffled again in each epoch.
+    """The training batches of these steps, shuffled again in each epoch.
 
-    The batch of a step depends only on `seed` and the step number, not on `first` or the number of threads.
+    The batch of a step depends only on `seed` and its number, not on the other steps or the number of threads.
 
     Args:
         dataset: The images.
         batch_size: Images per step.
         seed: Random seed of the order and the augmentation.
-        first: Number of completed steps.
-        last: Total number of steps of the run; by default the stream is endless.
+        steps: Numbers of the steps since the start of training.
         augment: Whether to augment images at random.
         loading: How batches are loaded.
     """
     images = len(dataset)
 
     def rows(step: int) -> _Rows:
-        epoch, batch = divmod(first + step, images // batch_size)
+        epoch, batch = divmod(step, images // batch_size)
         augmentation = Augmentation(seed, epoch)
         indices = _permutation(images, augmentation)[batch * batch_size :][:batch_size]
         return indices, augmentation if augment else None
 
-    return _batches(dataset, batch_size, grain.MapDataset.range(max(0, last - first)).map(rows), loading)
+    return _batches(dataset, batch_size, grain.MapDataset.source(steps).map(rows), loading)
 
 
-def evaluation_batches(dataset: Dataset, batch_size: int, loading: Loading = _LOADING) -> Batches:
+def evaluation_batches(dataset: Dataset, batch_size: int, loading: Loading = ALONE) -> Batches:
     """All images once, in order; the last batch is padded with masked entries. Arguments as in `train_batches`."""
     everything = np.arange(len(dataset))
     rows = [(everything[start : start + batch_size], None) for start in range(0, len(dataset), batch_size)]

@@ -17,7 +17,7 @@ from flax import nnx
 import mpjax
 from examples.common.cli import UsageError, one_line, say
 from examples.common.training import Variables
-from examples.common.weights import file_variables, named, open_arrays
+from examples.common.weights import named, open_arrays
 from examples.imagenet.networks import BasicBlock, Bottleneck, ConvNet, MnistCNN, ResNet
 
 # Random number streams available to a module in training.
@@ -213,9 +213,10 @@ def read_pretrained(path: Path, like: Variables, model: str) -> Variables:
     Raises:
         UsageError: The file belongs to another model.
     """
-    shapes = open_arrays(path, "--init-from")[0]
+    arrays = open_arrays(path, "--init-from")
+    shapes = arrays.shapes
     if "fc.weight" not in shapes or "layer1.0.conv1.weight" not in shapes:
-        return file_variables(path, like, "--init-from")
+        return arrays.variables(like)
     if not model.startswith("resnet"):
         raise UsageError(f"--init-from {str(path)!r} is a torchvision ResNet, but --model {model} is not a ResNet.")
     stages = enumerate(KINDS[model].arguments["stage_sizes"], start=1)
@@ -226,7 +227,7 @@ def read_pretrained(path: Path, like: Variables, model: str) -> Variables:
     if classes != like.params["Dense_0"]["bias"].shape[0]:
         say(f"{path} has {classes} classes: the last layer starts from random weights")
         keep = ("params/Dense_0/kernel", "params/Dense_0/bias")
-    return file_variables(path, like, "--init-from", names, _to_flax, keep)
+    return arrays.variables(like, names, _to_flax, keep)
 
 
 def _torch_name(name: str, blocks: Sequence[str]) -> str:

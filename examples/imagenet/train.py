@@ -24,7 +24,7 @@ from examples.common.cli import UsageError, each_readable, listing, say
 from examples.common.pictures import draw_confusion
 from examples.common.records import read_file
 from examples.common.run_folder import write_json
-from examples.common.task import Task
+from examples.common.task import Program, Task
 from examples.common.training import DataParallel, Model, Sums, TrainState, Variables, check_outputs
 from examples.imagenet import data
 from examples.imagenet.config import Config
@@ -96,8 +96,7 @@ class ImageTask(Task):
         self.sets = {name: x for name, x in data._asdict().items() if isinstance(x, Dataset)}
         self.steps = IMAGENET_IMAGES // self.batch_size  # of a benchmark
         if data.train is not None:
-            self.check_batch_size(data.train.name, len(data.train))
-            self.steps = len(data.train) // self.batch_size
+            self.steps = self.steps_of(data.train.name, len(data.train))
         if data.test is not None:
             # A test set smaller than a batch is not padded to a full batch.
             self.test_count = len(data.test)
@@ -123,8 +122,8 @@ class ImageTask(Task):
     def read_initial(self, path: Any, like: Variables) -> Variables:
         return read_pretrained(path, like, self.config.model_name)
 
-    def example_batches(self, batch_size: int) -> Sequence[Batch]:
-        return [data.empty_batch(batch_size, self.about.image_shape)]
+    def example_batches(self) -> Sequence[Batch]:
+        return [data.empty_batch(self.batch_size, self.about.image_shape)]
 
     def synthetic_batch(self) -> Batch:
         rng, size = np.random.default_rng(0), self.batch_size
@@ -141,10 +140,9 @@ class ImageTask(Task):
     def batches(self, epoch: int, first: int) -> Iterator[Batch]:
         if self._stream is None:
             # One stream over all epochs, so that the next epoch's first batches load during evaluation.
-            how: dict[str, Any] = {"augment": self.config.augment, "loading": self.loading}
-            how["first"] = epoch * self.steps + first
-            how |= {"last": self.epochs * self.steps} if self.config.action == "train" else {}
-            self._stream = data.train_batches(self.data.train, self.batch_size, self.config.seed, **how)
+            last = self.epochs * self.steps if self.config.action == "train" else data.ENDLESS.stop
+            order = self.config.seed, range(epoch * self.steps + first, last), self.config.augment
+            self._stream = data.train_batches(self.data.train, self.batch_size, *order, self.loading)
         return itertools.islice(self._stream, self.steps - first)
 
     # Model, loss and step.
@@ -156,14 +154,8 @@ class ImageTask(Task):
         policy, by_modules = mpjax.get_policy(config.policy), config.amp == "module"
         net = network(config.model_name, len(about.classes), about.image_shape[-1], policy if by_modules else None)
         check_outputs_of(config.model_name, net, len(about.classes), about.image_shape)
-
         # Separate functions for training and evaluation, so that autocast sees the mode as a constant.
-        def train(variables: Variables, images: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
-            return net.apply(variables, images, key)
-
-        def use(variables: Variables, images: jax.Array) -> tuple[jax.Array, Any]:
-            return net.apply(variables, images, None)
-
+        train, use = net.apply, lambda variables, images: net.apply(variables, images, None)
         if not by_modules:
             train, use = mpjax.autocast(train, policy), mpjax.autocast(use, policy)
         return lambda key: net.init(key, jnp.zeros((1, *about.image_shape))), train, use
@@ -216,7 +208,7 @@ class ImageTask(Task):
         return jax.jit(predict_step)
 
     @functools.cached_property
-    def _compiled_test(self) -> Callable[..., Sums]:
+    def _test_step(self) -> jax.stages.Wrapped:
         use = self.functions[2]
 
         def test_step(variables: Variables, sums: Sums, batch: Batch) -> Sums:
@@ -226,24 +218,20 @@ class ImageTask(Task):
             found = training.checked_sums(jnp.asarray(batch.mask), finite, loss=losses, **correct(logits, batch.labels))
             return jax.tree.map(jnp.add, sums, found)
 
-        state = jax.eval_shape(self.training.weights, self.abstract_state())
-        batch = self.parallel.like_batch(data.empty_batch(self.test_batch_size, self.about.image_shape))
-        step = jax.jit(test_step, donate_argnums=1)
-        return step.lower(self.parallel.like_state(state), self._zero(), batch).compile()
+        return jax.jit(test_step, donate_argnums=1)
 
     def _zero(self) -> Sums:
         return self.parallel.replicate(training.zeros((*self.sums, "nonfinite")))
 
-    def compile(self) -> None:
-        super().compile()
-        if self.best is not None:
-            _ = self._compiled_test
+    def test_programs(self, weights: Variables) -> list[Program]:
+        batch = self.parallel.like_batch(data.empty_batch(self.test_batch_size, self.about.image_shape))
+        return [(self._test_step, (weights, self._zero(), batch))]
 
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
-        step, sums = self._compiled_test, self._zero()
+        sums = self._zero()
         for batch in data.evaluation_batches(self.test_set, self.test_batch_size, self.loading):
             between_steps()
-            sums = step(weights, sums, batch)
+            sums = self._test_step(weights, sums, batch)
         return training.test_metrics(sums, self.unit, last)
 
     def inference_step(self) -> jax.stages.Wrapped:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from examples.common.loading import Loading, loaded
+from examples.common.loading import ALONE, Loading, loaded
 from examples.speech.dataset import Speech
 from examples.speech.features import NO_PERTURBATION, Draw, Perturbation, frames_of, samples_of
 
@@ -16,7 +16,6 @@ Array = np.ndarray | jax.Array
 
 # Batch lengths in frames are multiples of this, so that some are still multiples of 8 after the model's strides.
 _FRAMES = 16
-_LOADING = Loading(2, put=lambda batch: batch)
 
 
 class Batch(NamedTuple):
@@ -48,11 +47,7 @@ class Shape(NamedTuple):
         return Batch(audio, lengths[0], labels, lengths[1], weights, np.full(size, -1, np.int32))
 
 
-class _Plan(NamedTuple):
-    """A batch that has not been loaded yet."""
-
-    shape: Shape
-    indices: np.ndarray  # [batch or fewer]
+_Plan = tuple[Shape, np.ndarray]  # a batch that has not been loaded yet: the indices of its utterances
 
 
 class Buckets:
@@ -65,7 +60,7 @@ class Buckets:
         batch_size: Number of utterances in a batch.
         count: Maximum number of buckets, whose lengths are multiples of 16 frames.
         perturbation: Perturbation of the training utterances.
-        loading: How batches are loaded; by default they stay on the host.
+        loading: How batches are loaded; by default by one thread, for the first device.
 
     Attributes:
         shapes: All shapes of full batches, from short to long.
@@ -78,7 +73,7 @@ class Buckets:
         batch_size: int,
         count: int = 4,
         perturbation: Perturbation = NO_PERTURBATION,
-        loading: Loading = _LOADING,
+        loading: Loading = ALONE,
     ) -> None:
         self._speech, self._perturbation, self._loading = speech, perturbation, loading
         self._own = loading.own(batch_size)
@@ -121,17 +116,17 @@ class Buckets:
         for number, shape in enumerate(self.shapes):
             members = np.concatenate([rest, order[bucket_of == number]])
             full = len(members) // self._batch_size * self._batch_size
-            plans += [_Plan(shape, part) for part in members[:full].reshape(-1, self._batch_size)]
+            plans += [(shape, part) for part in members[:full].reshape(-1, self._batch_size)]
             rest = members[full:]
-        return [*plans, _Plan(self.shapes[-1], rest)] if len(rest) else plans
+        return [*plans, (self.shapes[-1], rest)] if len(rest) else plans
 
     def _load_all(self, plans: Sequence[_Plan], perturbation: Perturbation, draw: Draw) -> Iterator[Batch]:
         return loaded(plans, lambda plan: self._load(plan, perturbation, draw), self._loading)
 
     def _load(self, plan: _Plan, perturbation: Perturbation, draw: Draw) -> Batch:
-        shape, (speeds, gains) = plan.shape, draw
+        (shape, indices), (speeds, gains) = plan, draw
         batch = shape._replace(batch=len(range(shape.batch)[self._own])).zeros()
-        for row, index in enumerate(plan.indices[self._own]):
+        for row, index in enumerate(indices[self._own]):
             if (audio := self._speech.load(int(index))) is None:
                 continue
             audio, labels = perturbation.apply(audio, int(speeds[index]), gains[index]), self._speech.labels[index]

@@ -18,7 +18,7 @@ from calendar import monthrange
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +26,11 @@ import numpy as np
 import soundfile
 from tqdm import tqdm
 
-from examples.common.cli import UsageError
+from examples.common.cli import UsageError, optional
 from examples.speech.audio import SAMPLE_RATE, resample
 
 DEFAULT_CACHE = Path("runs/speech-corpus")
+_REMEDY = "Install it with pip install espeakng-loader, or give your own speech (--train-data, --test-data)."
 
 # espeak-ng voice variants that speak clearly; a speaker is a variant with an accent, a tempo and a pitch. Variants with
 # `breath` in their definition (f2, f3, f5, Alicia, ...) are excluded, since their samples are not reproducible.
@@ -64,15 +65,10 @@ class Spoken(NamedTuple):
     pitch: int  # 0..99, 50 is the voice's default
 
 
-class Corpus(NamedTuple):
-    """Two files in Mozilla's CSV format."""
+def make_corpus(cache: Path = DEFAULT_CACHE, train: int = 2400, test: int = 240) -> tuple[Path, Path]:
+    """Returns two files in Mozilla's CSV format, of training and test; synthesises those that are not cached.
 
-    train: Path
-    test: Path
-
-
-def make_corpus(cache: Path = DEFAULT_CACHE, train: int = 2400, test: int = 240) -> Corpus:
-    """Returns the corpus of this size; synthesises it if it is not cached. The result is reproducible bit for bit.
+    The result is reproducible bit for bit.
 
     Args:
         cache: Folder with one subfolder per corpus, named by a hash of its utterances and espeak-ng's version.
@@ -82,11 +78,8 @@ def make_corpus(cache: Path = DEFAULT_CACHE, train: int = 2400, test: int = 240)
         UsageError: Espeak-ng is not usable, or the folder is not writable.
     """
     plan = _plan(train, test)
-    try:
-        library = version("espeakng-loader")
-    except PackageNotFoundError:
-        library = "none"
-    key = hashlib.sha256(json.dumps([plan, library, SAMPLE_RATE]).encode()).hexdigest()[:12]
+    optional("espeakng_loader", f"the corpus is spoken by espeak-ng. {_REMEDY}")
+    key = hashlib.sha256(json.dumps([plan, version("espeakng-loader"), SAMPLE_RATE]).encode()).hexdigest()[:12]
     folder = cache / key
     if not folder.is_dir():
         try:
@@ -98,7 +91,7 @@ def make_corpus(cache: Path = DEFAULT_CACHE, train: int = 2400, test: int = 240)
         except OSError as error:
             why = f"{error.strerror}. Give another folder with --cache-dir."
             raise UsageError(f"the corpus cannot be kept in {str(cache)!r}: {why}") from error
-    return Corpus(folder / "train.csv", folder / "test.csv")
+    return folder / "train.csv", folder / "test.csv"
 
 
 def _plan(train: int, test: int) -> dict[str, list[Spoken]]:
@@ -115,32 +108,28 @@ def _plan(train: int, test: int) -> dict[str, list[Spoken]]:
 
 
 def _digits(rng: np.random.Generator) -> str:
-    return " ".join(_pick(rng, _DIGITS) for _ in range(rng.integers(3, 6)))
+    return " ".join(rng.choice(_DIGITS) for _ in range(rng.integers(3, 6)))
 
 
 def _date(rng: np.random.Generator) -> str:
     month = int(rng.integers(12))
-    day = _pick(rng, _DAYS_OF_MONTH[: monthrange(2024, month + 1)[1]])
+    day = rng.choice(_DAYS_OF_MONTH[: monthrange(2024, month + 1)[1]])
     form = rng.integers(3)
     if form == 0:
         return f"{_MONTHS[month]} {day}"
-    return f"{day} of {_MONTHS[month]}" if form == 1 else f"{_pick(rng, _DAYS)} the {day}"
+    return f"{day} of {_MONTHS[month]}" if form == 1 else f"{rng.choice(_DAYS)} the {day}"
 
 
 def _command(rng: np.random.Generator) -> str:
-    number = _pick(rng, _CARDINALS)
+    number = rng.choice(_CARDINALS)
     forms = (
-        f"turn {_pick(rng, ('on', 'off'))} the {_pick(rng, _ROOMS)} {_pick(rng, _DEVICES)}",
-        f"set the {_pick(rng, _DEVICES)} to {number}",
-        f"{_pick(rng, ('play', 'stop'))} {_pick(rng, ('song', 'channel'))} {number}",
-        f"wake me at {_pick(rng, _CARDINALS[1:13])} {_pick(rng, ('fifteen', 'thirty', 'forty five'))}",
-        f"call {_pick(rng, _ROOMS)} {number}",
+        f"turn {rng.choice(('on', 'off'))} the {rng.choice(_ROOMS)} {rng.choice(_DEVICES)}",
+        f"set the {rng.choice(_DEVICES)} to {number}",
+        f"{rng.choice(('play', 'stop'))} {rng.choice(('song', 'channel'))} {number}",
+        f"wake me at {rng.choice(_CARDINALS[1:13])} {rng.choice(('fifteen', 'thirty', 'forty five'))}",
+        f"call {rng.choice(_ROOMS)} {number}",
     )
     return forms[rng.integers(len(forms))]
-
-
-def _pick(rng: np.random.Generator, words: Sequence[str]) -> str:
-    return words[int(rng.integers(len(words)))]
 
 
 def _spoken(rng: np.random.Generator, text: str, variants: Sequence[str]) -> Spoken:
@@ -169,8 +158,7 @@ def _write(folder: Path, plan: dict[str, list[Spoken]]) -> None:
             size = path.write_bytes(content.getvalue())
             lines[split].append(f"{path.relative_to(folder).as_posix()},{size},{spoken.text}")
     except SynthesisError as error:
-        remedy = "Install it with pip install espeakng-loader, or give your own speech (--train-data, --test-data)."
-        raise UsageError(f"espeak-ng cannot speak the corpus: {error}. {remedy}") from error
+        raise UsageError(f"espeak-ng cannot speak the corpus: {error}. {_REMEDY}") from error
     for split, rows in lines.items():
         (folder / f"{split}.csv").write_text("\r\n".join(rows) + "\r\n", newline="")
 

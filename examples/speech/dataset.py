@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -222,24 +221,15 @@ _AUDIO = ("audio", "wav", "flac", "mp3", "ogg", "opus")
 _TEXT = ("transcript", "text", "txt", "sentence", "transcription", "normalized_text")
 
 
-def open_speech(
-    path: Path,
-    alphabet: Alphabet | None = None,
-    max_skipped: float = 0.01,
-    audio_field: str | None = None,
-    text_field: str | None = None,
-    drop: str = "",
-    max_seconds: float = math.inf,
-) -> Speech:
-    """Opens CSV files (Mozilla's), a TSV file (Common Voice's), a folder (LibriSpeech's), or shards.
+def read_speech(
+    path: Path, audio_field: str | None = None, text_field: str | None = None, drop: str = ""
+) -> list[Utterance]:
+    """Reads CSV files (Mozilla's), a TSV file (Common Voice's), a folder (LibriSpeech's), or shards.
 
     Args:
         path: Path of the file, the folder or the shards (one file, or all in a folder), or CSV files joined by commas.
-        alphabet: Alphabet of the transcripts; by default English.
-        max_skipped: Share of the utterances that may be skipped as unusable.
         audio_field, text_field: Names of the fields in shards, if they are not the usual ones.
         drop: Characters to leave out of the transcripts.
-        max_seconds: Longest utterance; longer ones are skipped.
 
     Raises:
         UsageError: The path is none of these, is empty, or is unusable.
@@ -256,10 +246,10 @@ def open_speech(
         table = "a CSV file with columns wav_filename,wav_filesize,transcript, the folder of a LibriSpeech tree"
         shards = "shards (*.tfrecord, *.array_record, *.tar, a saved Hugging Face dataset)"
         raise UsageError(f"there is no {str(path)!r}; give {table}, or {shards}.")
-    if drop:
-        without = str.maketrans("", "", drop)
-        utterances = [Utterance(file, " ".join(text.translate(without).split())) for file, text in utterances]
-    return Speech(str(path), utterances, alphabet or Alphabet(), max_skipped, max_seconds)
+    if not drop:
+        return utterances
+    without = str.maketrans("", "", drop)
+    return [Utterance(file, " ".join(text.translate(without).split())) for file, text in utterances]
 
 
 def read_records(records: Records, audio_field: str | None = None, text_field: str | None = None) -> list[Utterance]:

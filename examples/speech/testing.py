@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,14 +12,14 @@ import jiwer
 import numpy as np
 
 from examples.common.cli import UnusableFileError, each_readable, say
-from examples.common.modes import cast_to_policy
-from examples.common.task import Task, shape_of
+from examples.common.modes import cast_to_policy, time_steps
+from examples.common.task import Program, Task
 from examples.common.training import Variables, check_outputs
 from examples.speech.audio import SAMPLE_RATE, read_audio
 from examples.speech.batching import Buckets, Shape
 from examples.speech.config import Config
 from examples.speech.dataset import Speech
-from examples.speech.models import create_test_step, create_transcribe_step
+from examples.speech.models import Decoded, create_test_step, create_transcribe_step
 
 
 class Tester:
@@ -31,22 +30,18 @@ class Tester:
         # A small set is not padded to a full batch.
         batch_size = self._parallel.filled(min(task.batch_size, len(speech)))
         self._buckets = Buckets(speech, batch_size, self._config.buckets, loading=task.loading)
-        self._steps: dict[Any, Any] = {}
+        self._step = create_test_step(self._config, speech.alphabet.labels)
 
-    def compile(self, variables: Any) -> None:
-        """Compiles the steps for variables or their `ShapeDtypeStruct`s."""
-        step = create_test_step(self._config, self._speech.alphabet.labels)
-        batches = [self._parallel.like_batch(shape.zeros()) for shape in self._buckets.shapes]
-        self._steps = {shape_of(batch): step.lower(variables, batch).compile() for batch in batches}
+    def programs(self, weights: Variables) -> list[Program]:
+        """The programs of `run` for abstract weights: one for each length."""
+        return [(self._step, (weights, self._parallel.like_batch(shape.zeros()))) for shape in self._buckets.shapes]
 
     def run(self, variables: Variables, between_steps: Callable[[], None]) -> list[Transcribed]:
         """Transcribes each utterance."""
-        if not self._steps:
-            self.compile(variables)
         found: list[Transcribed] = []
         for batch in self._buckets.evaluation_batches():
             between_steps()
-            every = batch.weights, batch.indices, *self._steps[shape_of(batch)](variables, batch)
+            every = batch.weights, batch.indices, *self._step(variables, batch)
             weights, indices, losses, decoded = self._parallel.get(every)
             for row in np.flatnonzero(weights):
                 name, spoken = str(self._speech.paths[indices[row]]), self._speech.transcripts[indices[row]]
@@ -112,21 +107,19 @@ def transcribe_files(task: Any, variables: Variables) -> dict[str, Any]:
     runs = _RUNS if len(readable) == 1 else 1
     weights = jax.device_put(task.parallel.get(cast_to_policy(task, variables)), device)
     transcribe = create_transcribe_step(config, task.alphabet.labels)
-    programs: dict[int, Any] = {}
     texts, latencies, nonfinite = [], [], 0
+
+    def transcribed(*inputs: Any) -> tuple[Decoded, str]:
+        decoded = jax.device_get(transcribe(*inputs))
+        return decoded, task.alphabet.decode(decoded.labels[0, : decoded.lengths[0]])
+
     for path, samples in readable.items():
         length = -(-len(samples) // _STEP) * _STEP  # padding does not change the results
         batch = Shape(1, length, 1).zeros()
         batch.audio[0, : len(samples)], batch.audio_lengths[0] = samples, len(samples)
-        inputs = weights, jax.device_put(batch, device)
-        program = programs[length] = programs.get(length) or transcribe.lower(*inputs).compile()
-        seconds, text = [], ""
-        for _ in range(runs + 1):
-            started = time.perf_counter()
-            decoded = jax.device_get(program(*inputs))
-            text = task.alphabet.decode(decoded.labels[0, : decoded.lengths[0]])
-            seconds.append(time.perf_counter() - started)
-        latencies.append(statistics.median(seconds[1:]))  # the first run is a warm-up
+        run = functools.partial(transcribed, weights, jax.device_put(batch, device))
+        (decoded, text), seconds = time_steps(run, runs + 1, ahead=0)
+        latencies.append(np.median(seconds[1:]))  # the first run is a warm-up
         texts.append(text)
         nonfinite += not decoded.finite[0]
         say(f"{path}: {text if decoded.finite[0] else 'inf or NaN'}")

@@ -19,13 +19,13 @@ import mpjax
 from examples.common import modes
 from examples.common.cli import UsageError, say
 from examples.common.run_folder import write_json
-from examples.common.task import Task
+from examples.common.task import Program, Task
 from examples.common.training import DataParallel, Model, Sums, TrainState, Variables, masked_sums
 from examples.speech.audio import SAMPLE_RATE
 from examples.speech.batching import Batch, Buckets, Shape
 from examples.speech.config import Config
 from examples.speech.corpus import make_corpus
-from examples.speech.dataset import Alphabet, Speech, open_speech
+from examples.speech.dataset import Alphabet, Speech, read_speech
 from examples.speech.features import spec_augment
 from examples.speech.models import create_network, create_transcribe_step, ctc_losses, finite_features
 from examples.speech.testing import Tester, Transcribed, metrics_of_test, transcribe_files, worst_first
@@ -52,9 +52,8 @@ def open_sets(config: Config, alphabet: Alphabet, splits: Sequence[str] = ("trai
     for split in splits:
         if (path := paths[split]) is None:
             continue
-        fields = config.audio_field, config.text_field
-        limits: dict[str, Any] = {"drop": config.drop_characters, "max_seconds": config.max_seconds}
-        speech = sets[split] = open_speech(path, alphabet, config.max_skipped, *fields, **limits)
+        utterances = read_speech(path, config.audio_field, config.text_field, config.drop_characters)
+        speech = sets[split] = Speech(str(path), utterances, alphabet, config.max_skipped, config.max_seconds)
         # The fastest leaves the fewest frames for a transcript.
         speech.keep_decodable(config.output_frames, max(config.perturbation.speeds) if split == "train" else 1.0)
     return Data(alphabet, **sets)
@@ -76,9 +75,8 @@ class SpeechTask(Task):
         self.sets = {name: x for name, x in data._asdict().items() if isinstance(x, Speech)}
         self._buckets: Any = None
         if data.train is not None:
-            self.check_batch_size(data.train.name, len(data.train))
+            self.steps = self.steps_of(data.train.name, len(data.train))
             self._buckets = Buckets(data.train, self.batch_size, config.buckets, config.perturbation, self.loading)
-            self.steps = self._buckets.steps
         self._test, self._dev = (None if x is None else Tester(self, x) for x in (data.test, dev))
         self._epoch_tester: Any = self._dev or self._test
         self.test_count = 0 if data.test is None else len(data.test)
@@ -119,13 +117,21 @@ class SpeechTask(Task):
         sets = {f"{name} speech": speech.identity for name, speech in self.sets.items()}
         return sets | {"characters": [*self.alphabet.characters]}
 
-    def example_batches(self, batch_size: int) -> Sequence[Batch]:
-        if self._buckets is None:
-            return [synthetic_batch(self.config, batch_size, self.alphabet.labels)]
-        return [shape._replace(batch=batch_size).zeros() for shape in self._buckets.shapes]
+    def example_batches(self) -> Sequence[Batch]:
+        return [shape.zeros() for shape in self._buckets.shapes] if self._buckets else [self.synthetic_batch()]
 
     def synthetic_batch(self) -> Batch:
-        return synthetic_batch(self.config, self.batch_size, self.alphabet.labels)
+        """Noise with random transcripts; lengths are spread evenly from a quarter of --longest to --longest."""
+        config, size = self.config, self.batch_size
+        rng = np.random.default_rng(config.seed)
+        seconds = np.linspace(config.longest / 4, config.longest, size) if size > 1 else np.array([config.longest])
+        lengths, spoken = (seconds * SAMPLE_RATE).astype(np.int32), (seconds * _CHARACTERS).astype(np.int32)
+        batch = Shape(size, int(lengths[-1]), max(1, int(spoken[-1]))).zeros()
+        batch.audio[:] = rng.uniform(-0.1, 0.1, batch.audio.shape) * (np.arange(lengths[-1]) < lengths[:, None])
+        labels, places = rng.integers(1, self.alphabet.labels, batch.labels.shape), np.arange(batch.labels.shape[1])
+        batch.labels[:] = labels * (places < spoken[:, None])
+        weights, indices = np.ones(size, np.float32), np.arange(size, dtype=np.int32)
+        return batch._replace(audio_lengths=lengths, label_lengths=spoken, weights=weights, indices=indices)
 
     def benchmark_facts(self, items_per_second: float) -> dict[str, Any]:
         seconds = float(np.mean(self.synthetic_batch().audio_lengths)) / SAMPLE_RATE
@@ -161,11 +167,8 @@ class SpeechTask(Task):
 
     # Tests and predictions.
 
-    def compile(self) -> None:
-        super().compile()
-        if self.best is not None:
-            weights = jax.eval_shape(self.training.weights, self.abstract_state())
-            self._epoch_tester.compile(self.parallel.like_state(weights))
+    def test_programs(self, weights: Variables) -> list[Program]:
+        return self._epoch_tester.programs(weights)
 
     def test(self, weights: Variables, between_steps: Callable[[], None], *, last: bool = True) -> dict[str, Any]:
         self.transcribed = self._epoch_tester.run(weights, between_steps)
@@ -182,18 +185,6 @@ class SpeechTask(Task):
 
     def inference_step(self) -> jax.stages.Wrapped:
         return create_transcribe_step(self.config, self.alphabet.labels)
-
-
-def synthetic_batch(config: Config, size: int, labels: int) -> Batch:
-    """A batch of noise with random transcripts; lengths are spread evenly from a quarter of --longest to --longest."""
-    rng = np.random.default_rng(config.seed)
-    seconds = np.linspace(config.longest / 4, config.longest, size) if size > 1 else np.array([config.longest])
-    lengths, spoken = (seconds * SAMPLE_RATE).astype(np.int32), (seconds * _CHARACTERS).astype(np.int32)
-    batch = Shape(size, int(lengths[-1]), max(1, int(spoken[-1]))).zeros()
-    batch.audio[:] = rng.uniform(-0.1, 0.1, batch.audio.shape) * (np.arange(lengths[-1]) < lengths[:, None])
-    batch.labels[:] = rng.integers(1, labels, batch.labels.shape) * (np.arange(batch.labels.shape[1]) < spoken[:, None])
-    weights, indices = np.ones(size, np.float32), np.arange(size, dtype=np.int32)
-    return batch._replace(audio_lengths=lengths, label_lengths=spoken, weights=weights, indices=indices)
 
 
 main = functools.partial(modes.main, SpeechTask)

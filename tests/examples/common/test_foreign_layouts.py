@@ -16,14 +16,14 @@ from examples.common.cli import UsageError, each_readable
 from examples.common.flags import parse, stored_flags
 from examples.common.records import UnusableFileError, content
 from examples.common.training import Variables
-from examples.common.weights import file_variables
+from examples.common.weights import open_arrays
 from examples.imagenet.config import Config
 from examples.imagenet.decoding import View
 from examples.imagenet.image_folder import ImageFolder, open_image_folder
 from examples.speech.config import Config as SpeechConfig
-from examples.speech.dataset import open_speech
 from tests.examples.common.test_records import rows_of, write_hugging_face, write_tar
 from tests.examples.imagenet.image_tree import CLASSES
+from tests.examples.speech.runs import open_speech
 
 
 def opened(root: Path, **options) -> list[ImageFolder]:
@@ -138,7 +138,7 @@ def test_torch_files_are_read_without_pickle(tmp_path, monkeypatch):
     path.touch()
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UsageError, match=r"needs torch.*weights_only=True"):
-        file_variables(path, like, "--init-from")
+        open_arrays(path, "--init-from").variables(like)
 
     class Tensor(np.ndarray):
         def float(self):
@@ -152,7 +152,7 @@ def test_torch_files_are_read_without_pickle(tmp_path, monkeypatch):
         return {"epoch": 3, "state_dict": {"module.w": np.ones((2, 3)).view(Tensor)}}
 
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(load=load, Tensor=Tensor))
-    np.testing.assert_array_equal(file_variables(path, like, "--init-from").params["w"], np.ones((2, 3)))
+    np.testing.assert_array_equal(open_arrays(path, "--init-from").variables(like).params["w"], np.ones((2, 3)))
 
 
 def test_files_of_the_real_torch_are_read(tmp_path):
@@ -160,7 +160,7 @@ def test_files_of_the_real_torch_are_read(tmp_path):
     weights = torch.arange(6, dtype=torch.float16).reshape(2, 3)
     torch.save({"state_dict": {"module.w": weights}, "epoch": 1}, tmp_path / "resnet.pth")
     like = Variables({"w": np.zeros((2, 3), np.float32)}, {})
-    read = file_variables(tmp_path / "resnet.pth", like, "--init-from").params["w"]
+    read = open_arrays(tmp_path / "resnet.pth", "--init-from").variables(like).params["w"]
     np.testing.assert_array_equal(read, np.arange(6).reshape(2, 3))
 
 

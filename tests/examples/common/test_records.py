@@ -23,8 +23,8 @@ from examples.imagenet.config import Config
 from examples.imagenet.decoding import View
 from examples.imagenet.image_folder import ImageFolder, open_image_folder, open_image_records
 from examples.imagenet.train import open_data
-from examples.speech.dataset import open_speech
 from tests.examples.imagenet.image_tree import CLASSES
+from tests.examples.speech.runs import open_speech
 
 Rows = Sequence[dict[str, Any]]
 

@@ -29,8 +29,8 @@ def opened(root: Path, max_unreadable: float = 0.01) -> tuple[ImageFolder, Image
     return open_image_folder(root, View(16), max_unreadable)
 
 
-def train_list(dataset: Dataset, batch_size: int = 4, last: int = 9, **options) -> list[Batch]:
-    return [jax.device_get(batch) for batch in train_batches(dataset, batch_size, 3, last=last, **options)]
+def train_list(dataset: Dataset, batch_size: int = 4, last: int = 9, first: int = 0, **options) -> list[Batch]:
+    return [jax.device_get(batch) for batch in train_batches(dataset, batch_size, 3, range(first, last), **options)]
 
 
 def evaluation_list(dataset: Dataset, batch_size: int, **options) -> list[Batch]:

@@ -8,7 +8,9 @@ import pytest
 
 from examples.common.cli import UsageError
 from examples.common.training import DataParallel, means
-from tests.examples.imagenet.runs import digits_task
+from examples.imagenet.train import main
+from tests.examples.imagenet.runs import digit_flags, digits_task
+from tests.examples.quick import compiled_steps
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -27,6 +29,12 @@ def test_four_devices_train_like_one():
         totals.append(list(means(state.totals).values()))
     # Only the order of sums differs.
     np.testing.assert_allclose(totals[1], totals[0], rtol=1e-5)
+
+
+def test_each_program_is_compiled_once(tmp_path, caplog):
+    with compiled_steps(caplog) as compiled:
+        assert main(digit_flags(tmp_path / "run", "--devices", "2", "--fsdp", "--ema", "0.9")) == 0
+    assert compiled == {"train_step": 1, "test_step": 1}
 
 
 def test_indivisible_batches_are_refused():

@@ -18,7 +18,7 @@ from examples.common.flags import parse
 from examples.common.modes import open_model
 from examples.common.run_folder import RunFolder, to_json
 from examples.common.training import Variables
-from examples.common.weights import file_variables, write_weights
+from examples.common.weights import open_arrays, write_weights
 from examples.imagenet import train as image_task
 from examples.imagenet.config import Config
 from examples.imagenet.image_folder import list_tree
@@ -164,8 +164,8 @@ def test_arrays_of_another_shape_are_not_read(tmp_path):
     save_file({"w": np.zeros((4, 4), np.float32)}, path)
     like = Variables({"w": jnp.zeros((4, 5))}, {})
     with pytest.raises(UsageError, match=r"'w' has shape \(4, 4\), which does not fit \(4, 5\)"):
-        file_variables(path, like, "--init-from")
-    read = file_variables(path, Variables({"w": jnp.zeros((4, 4))}, {}), "--init-from")
+        open_arrays(path, "--init-from").variables(like)
+    read = open_arrays(path, "--init-from").variables(Variables({"w": jnp.zeros((4, 4))}, {}))
     np.testing.assert_array_equal(read.params["w"], 0)
 
 
@@ -234,6 +234,7 @@ def test_diverged_training_is_reported_in_one_line(diverging, tmp_path, monkeypa
         (["--mode", "train", "--patience", "3"], "--patience"),
         (["--audit", "--profile"], "--profile"),
         (["--audit", "--mode", "evaluate"], "--audit"),
+        (["--audit", "--mode", "inference_benchmark"], "--audit"),
         (["--warmup-epochs", "5", "--epochs", "2"], "--warmup-epochs 5.0: above half of --epochs 2"),
     ],
 )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import time
 
 import jax
+import numpy as np
 import pytest
 
+from examples.common import modes
 from examples.common.flags import parse
-from examples.common.modes import measure
+from examples.common.modes import time_steps
 from examples.imagenet.__main__ import main
 from examples.imagenet.config import Config
 
@@ -50,16 +50,39 @@ def test_inference_benchmark_waits_for_each_batch(tmp_path):
     assert "loss_scale" not in results
 
 
-def test_measurement_excludes_the_warm_up():
-    counts = itertools.count()
+@pytest.mark.parametrize(("ahead", "awaited"), [(0, "+0 -0 +1 -1 +2 -2"), (1, "+0 +1 -0 +2 -1 -2")])
+def test_a_training_always_has_a_step_queued(ahead, awaited):
+    events = []
 
-    def step():
-        time.sleep(0.5 if (number := next(counts)) < 2 else 0.01)
-        return number
+    class Output:
+        def __init__(self):
+            self.number = sum(event[0] == "+" for event in events)
+            events.append(f"+{self.number}")
 
-    last, results = measure(step, warmup=2, iterations=3, items=1, unit="images", one_by_one=True)
-    assert last == 4
-    assert 10 <= results["latency_milliseconds"]["p99"] < 500
+        def block_until_ready(self):
+            events.append(f"-{self.number}")
+            return self
+
+    last, seconds = time_steps(Output, 3, ahead)
+    assert (last.number, seconds.shape) == (2, (3,))
+    assert " ".join(events) == awaited
+
+
+def test_measurement_excludes_the_warm_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(modes, "time_steps", lambda step, count, ahead: (step(), np.array([9, 9, 1, 1, 4])[:count]))
+    flags = ["--mode", "inference_benchmark", "--warmup-steps", "2", "--num-iter", "3", *TINY]
+    assert main([*flags, "--output", str(tmp_path / "run")]) == 0
+    results = json.loads((tmp_path / "run" / "benchmark.json").read_text())
+    assert results["latency_milliseconds"]["p50"] == 1000
+    assert results["images_per_second"] == 2
+
+
+@pytest.mark.parametrize(
+    ("inspection", "shown"), [("--audit", "ResNet"), ("--profile", "of the step"), ("--numerics", "ResNet")]
+)
+def test_the_step_of_a_benchmark_can_be_inspected(inspection, shown, capsys):
+    assert main(["--mode", "training_benchmark", *TINY, inspection]) == 0
+    assert shown in capsys.readouterr().out
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from examples.common.training import DataParallel
 from examples.speech.config import Config
+from examples.speech.dataset import Alphabet, Speech, read_speech
 from examples.speech.train import SpeechTask, main
 from tests.examples.errors import line_of_error
 
@@ -30,6 +32,12 @@ def as_flags(**arguments: Any) -> list[str]:
 
 TINY_MODEL = [*as_flags(**MODEL), "--devices=1"]
 TINY = [*TINY_MODEL, *as_flags(**RUN)]
+
+
+def open_speech(path: Path, alphabet: Alphabet | None = None, max_skipped: float = 0.01, **how: Any) -> Speech:
+    """Speech with the defaults of the flags, of any length."""
+    longest = how.pop("max_seconds", math.inf)
+    return Speech(str(path), read_speech(path, **how), alphabet or Alphabet(), max_skipped, longest)
 
 
 def task_of(data: dict[str, Path], devices: int = 1, **flags: Any) -> SpeechTask:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from examples.common.cli import UnusableFileError, UsageError
 from examples.speech.audio import audio_length, read_audio
 from examples.speech.batching import Buckets
 from examples.speech.corpus import make_corpus
-from examples.speech.dataset import Alphabet, open_speech, read_csv
+from examples.speech.dataset import Alphabet, read_csv
 from examples.speech.features import (
     NO_PERTURBATION,
     Perturbation,
@@ -29,6 +30,7 @@ from examples.speech.features import (
     samples_of,
     spec_augment,
 )
+from tests.examples.speech.runs import open_speech
 
 SIZE = (20, 5)
 
@@ -50,7 +52,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def speech(corpus):
-    return open_speech(corpus.train)
+    return open_speech(corpus[0])
 
 
 # The corpus.
@@ -62,14 +64,14 @@ def test_corpus_is_the_same_bit_for_bit_each_time(corpus, tmp_path):
         return {path.relative_to(folder): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
     again = make_corpus(tmp_path / "new" / "cache", *SIZE)
-    first = digests(corpus.train.parent)
+    first = digests(corpus[0].parent)
     assert len(first) == 25 + 2
-    assert digests(again.train.parent) == first
+    assert digests(again[0].parent) == first
     # No temporary files remain, and a cached corpus is not synthesised again.
     assert len(list((tmp_path / "new" / "cache").iterdir())) == 1
-    again.train.write_text("mark")
+    again[0].write_text("mark")
     assert make_corpus(tmp_path / "new" / "cache", *SIZE) == again
-    assert again.train.read_text() == "mark"
+    assert again[0].read_text() == "mark"
 
 
 def test_impossible_corpus_is_refused(tmp_path, monkeypatch):
@@ -80,10 +82,13 @@ def test_impossible_corpus_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"cannot speak the corpus: it has no voice 'en-us\+nobody'.*--train-data"):
         make_corpus(tmp_path / "cache", 1, 1)
     assert not list((tmp_path / "cache").iterdir())
+    monkeypatch.setitem(sys.modules, "espeakng_loader", None)
+    with pytest.raises(UsageError, match=r"spoken by espeak-ng. Install it with pip install .*--train-data"):
+        make_corpus(tmp_path / "cache", 1, 1)
 
 
 def test_corpus_splits_share_no_speaker_and_no_text(corpus):
-    train, test = read_csv(corpus.train), read_csv(corpus.test)
+    train, test = map(read_csv, corpus)
     assert (len(train), len(test)) == (20, 5)
     assert not {item.transcript for item in train} & {item.transcript for item in test}
     assert not {item.path.parent.name for item in train} & {item.path.parent.name for item in test}

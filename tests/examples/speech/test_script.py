@@ -17,6 +17,7 @@ from examples.common import loop
 from examples.speech.__main__ import main
 from examples.speech.dataset import ENGLISH
 from tests.examples import processes
+from tests.examples.quick import compiled_steps
 from tests.examples.speech.runs import TINY, TINY_MODEL, as_bytes, as_flags, error_of, lines_of, task_of
 
 pytestmark = pytest.mark.usefixtures("stored_programs")
@@ -136,14 +137,20 @@ def test_trained_model_has_a_similar_test_result_in_float32(finished, capsys):
     assert abs(float(out.split("CER ")[1].split("%")[0]) / 100 - summary["cer"]) < 0.5
 
 
+def test_each_program_is_compiled_once_for_each_length(data_flags, tmp_path, caplog):
+    flags = [*data_flags, *TINY_MODEL, "--epochs", "2", "--batch-size", "4", "--buckets", "2", "--no-keep-best"]
+    with compiled_steps(caplog) as compiled:
+        assert main([*flags, "--output", str(tmp_path / "run")]) == 0
+    assert compiled == {"train_step": 2, "test_step": 1}  # the test speech has one length
+
+
 def test_broken_utterance_is_counted_and_the_step_is_kept(finished, data):
     task = task_of(data, mode="train")
-    task.compile()
     batch = next(task.batches(0, 0))
     batch = batch._replace(audio=batch.audio.at[1].set(np.nan))
     before = task.initial_state()
     params = [np.asarray(x) for x in jax.tree.leaves(before.params)]
-    state, shown = task.train_step(
+    state, shown = task.training.train_step(
         before._replace(opt_state=before.opt_state._replace(loss_scale=np.float32(1))), batch
     )
     assert int(shown["skipped_steps"]) == 0
