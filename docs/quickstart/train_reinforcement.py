@@ -88,7 +88,8 @@ def train_step(params, opt_state, state, key):
 
 def main(updates: int = UPDATES) -> float:
     params = init(jax.random.key(0))
-    opt_state, state, recent = tx.init(params), reset(jax.random.key(1)), []
+    opt_state, state = tx.init(params), reset(jax.random.key(1))
+    recent: list[float] = []
     for update in range(updates):
         params, opt_state, state, length = train_step(params, opt_state, state, jax.random.key(update + 2))
         recent = [*recent, float(length)][-50:] if length == length else recent
