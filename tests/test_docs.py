@@ -68,6 +68,10 @@ def test_all_code_of_a_page_is_tested():
         fences = re.findall(r"^([ \t]*)```(\w*)\n.*?^[ \t]*```$", path.read_text(), re.DOTALL | re.MULTILINE)
         assert {language for _, language in fences} <= {"python", "console", "text", "sh", "toml", "diff"}, path
         assert not [indent for indent, _ in fences if indent], f"{path}: an indented block is not run"
+        code = [
+            line for block in blocks(path.read_text()) if block.language == "python" for line in block.text.splitlines()
+        ]
+        assert not [line for line in code if len(line) > 80], f"{path}: ruff format --line-length 80 {path}"
 
 
 @pytest.mark.parametrize("name", PAGES)
