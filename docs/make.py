@@ -56,6 +56,12 @@ def blocks(page: str) -> Iterator[Block]:
         yield Block(match[1], match[2], match.start(2), match.end(2), mark)
 
 
+def table(page: str, header: str) -> list[list[str]]:
+    """The cells of the rows of the table whose first line begins with `header`."""
+    lines = page[page.index(f"\n{header}") + 1 :].partition("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
 def made(page: str, measured: bool = True, folder: pathlib.Path = FOLDER) -> str:
     """The page with regenerated outputs.
 

@@ -21,7 +21,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def nav():
-    """The pages that the site's navigation has."""
+    """The pages of the site: those in the navigation, and those that only other pages link to."""
 
     def pages(node):
         if isinstance(node, str):
@@ -29,7 +29,8 @@ def nav():
         children = node.values() if isinstance(node, dict) else node
         return [page for child in children for page in pages(child)]
 
-    return pages(yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)["nav"])
+    settings = yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)
+    return [*pages(settings["nav"]), *settings["not_in_nav"].split()]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 13), reason="argparse prints help texts otherwise before Python 3.13")

@@ -1,4 +1,4 @@
-"""Handwritten digits with Flax Linen and a TrainState: a policy on the model, in float16."""
+"""Handwritten digits with Flax Linen and a TrainState, in float16."""
 
 import flax.linen as nn
 import jax
@@ -23,8 +23,11 @@ class Net(nn.Module):
 @jax.jit
 def train_step(state, images, labels):
     def loss_fn(params):
-        logits = state.apply_fn({"params": params}, images)  # matmuls in float16, the result in float32
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        # matmuls in float16, the result in float32
+        logits = state.apply_fn({"params": params}, images)
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, labels
+        ).mean()
 
     loss, grads = mpjax.value_and_grad(loss_fn, state)(state.params)
     return mpjax.apply_gradients(state, grads, value=loss), loss
@@ -32,9 +35,13 @@ def train_step(state, images, labels):
 
 def main(epochs: int = 10) -> float:
     digits = load_digits()
-    images, labels = (digits.images[..., None] / 16).astype(np.float32), digits.target.astype(np.int32)
+    images, labels = (
+        (digits.images[..., None] / 16).astype(np.float32),
+        digits.target.astype(np.int32),
+    )
     model = mpjax.with_policy(Net(), "mixed_float16")
-    params = jax.jit(model.init)(jax.random.key(0), images[:1])["params"]  # float32: the master weights
+    # float32: the master weights
+    params = jax.jit(model.init)(jax.random.key(0), images[:1])["params"]
     tx = mpjax.loss_scale_for(optax.adam(1e-3), "mixed_float16")
     state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
     order = np.random.default_rng(0)
@@ -46,7 +53,11 @@ def main(epochs: int = 10) -> float:
     logits = jax.jit(state.apply_fn)({"params": state.params}, images[1472:])
     accuracy = float(jnp.mean(logits.argmax(-1) == labels[1472:]))
     scaling = state.opt_state
-    print(f"test accuracy {accuracy:.1%}, loss scale {scaling.loss_scale:.0f}, skipped steps {scaling.skipped_steps}")
+    print(
+        f"test accuracy {accuracy:.1%}, "
+        f"loss scale {scaling.loss_scale:.0f}, "
+        f"skipped steps {scaling.skipped_steps}"
+    )
     return accuracy
 
 

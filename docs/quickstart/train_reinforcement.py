@@ -1,4 +1,4 @@
-"""Reinforcement learning on cart-pole: actor and critic (A2C), in float16, with an environment in JAX."""
+"""Cart-pole by actor and critic (A2C), in float16, the environment in JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,9 @@ import optax
 
 import mpjax
 
-GRAVITY, CART, POLE, LENGTH, FORCE, DT = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02  # those of Gymnasium's CartPole-v1
+# The constants are those of Gymnasium's CartPole-v1
+GRAVITY, CART, POLE = 9.8, 1.0, 0.1
+LENGTH, FORCE, DT = 0.5, 10.0, 0.02
 ENVS, HORIZON, DISCOUNT = 64, 32, 0.99
 
 
@@ -16,18 +18,40 @@ def move(state, action):
     force = jnp.where(action == 1, FORCE, -FORCE)
     sin, cos, mass = jnp.sin(angle), jnp.cos(angle), CART + POLE
     pull = (force + POLE * LENGTH * omega**2 * sin) / mass
-    acceleration = (GRAVITY * sin - cos * pull) / (LENGTH * (4 / 3 - POLE * cos**2 / mass))
+    acceleration = (GRAVITY * sin - cos * pull) / (
+        LENGTH * (4 / 3 - POLE * cos**2 / mass)
+    )
     thrust = pull - POLE * LENGTH * acceleration * cos / mass
-    return jnp.stack([x + DT * v, v + DT * thrust, angle + DT * omega, omega + DT * acceleration, steps + 1], -1)
+    return jnp.stack(
+        [
+            x + DT * v,
+            v + DT * thrust,
+            angle + DT * omega,
+            omega + DT * acceleration,
+            steps + 1,
+        ],
+        -1,
+    )
 
 
 def reset(key):
-    return jnp.concatenate([jax.random.uniform(key, (ENVS, 4), minval=-0.05, maxval=0.05), jnp.zeros((ENVS, 1))], -1)
+    return jnp.concatenate(
+        [
+            jax.random.uniform(key, (ENVS, 4), minval=-0.05, maxval=0.05),
+            jnp.zeros((ENVS, 1)),
+        ],
+        -1,
+    )
 
 
 def init(key, width=64):
     keys = jax.random.split(key, 4)
-    shapes = {"up": (4, width), "hidden": (width, width), "actor": (width, 2), "critic": (width, 1)}
+    shapes = {
+        "up": (4, width),
+        "hidden": (width, width),
+        "actor": (width, 2),
+        "critic": (width, 1),
+    }
     return {
         name: jax.random.normal(k, shape) * shape[0] ** -0.5
         for k, (name, shape) in zip(keys, shapes.items(), strict=True)
@@ -46,18 +70,24 @@ def loss_fn(params, states, actions, returns):
     advantages = returns - values
     taken = jnp.take_along_axis(policy, actions[..., None], -1)[..., 0]
     entropy = -jnp.sum(jnp.exp(policy) * policy, -1)
-    actor = -jnp.mean(taken * jax.lax.stop_gradient(advantages)) - 0.01 * jnp.mean(entropy)
+    actor = -jnp.mean(
+        taken * jax.lax.stop_gradient(advantages)
+    ) - 0.01 * jnp.mean(entropy)
     return actor + 0.5 * jnp.mean(advantages**2) / 100
 
 
 UPDATES = 600
-schedule = optax.linear_schedule(3e-3, 0.0, UPDATES)  # counts the steps that are taken
-tx = mpjax.dynamic_loss_scale(optax.chain(optax.clip_by_global_norm(0.5), optax.adam(schedule)))
+# counts the steps that are taken
+schedule = optax.linear_schedule(3e-3, 0.0, UPDATES)
+tx = mpjax.dynamic_loss_scale(
+    optax.chain(optax.clip_by_global_norm(0.5), optax.adam(schedule))
+)
 
 
 @jax.jit
 def train_step(params, opt_state, state, key):
-    act = mpjax.autocast(forward)  # the policy that acts is the policy that is trained, in its precision
+    # the policy that acts is the policy that is trained, in its precision
+    act = mpjax.autocast(forward)
 
     def step(state, key):
         act_key, reset_key = jax.random.split(key)
@@ -73,7 +103,9 @@ def train_step(params, opt_state, state, key):
             jnp.where(done, new[:, 4], jnp.nan),
         )
 
-    state, (states, actions, dones, lengths) = jax.lax.scan(step, state, jax.random.split(key, HORIZON))
+    state, (states, actions, dones, lengths) = jax.lax.scan(
+        step, state, jax.random.split(key, HORIZON)
+    )
     _, last = act(params, state)
 
     def discount(later, done):
@@ -81,20 +113,31 @@ def train_step(params, opt_state, state, key):
         return now, now
 
     _, returns = jax.lax.scan(discount, last, dones, reverse=True)
-    loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(params, states, actions, returns)
-    params, opt_state = mpjax.apply_gradients(tx, grads, opt_state, params, value=loss)
+    loss, grads = mpjax.value_and_grad(loss_fn, opt_state)(
+        params, states, actions, returns
+    )
+    params, opt_state = mpjax.apply_gradients(
+        tx, grads, opt_state, params, value=loss
+    )
     return params, opt_state, state, jnp.nanmean(lengths)
 
 
 def main(updates: int = UPDATES) -> float:
     params = init(jax.random.key(0))
-    opt_state, state, recent = tx.init(params), reset(jax.random.key(1)), []
+    opt_state, state = tx.init(params), reset(jax.random.key(1))
+    recent: list[float] = []
     for update in range(updates):
-        params, opt_state, state, length = train_step(params, opt_state, state, jax.random.key(update + 2))
+        params, opt_state, state, length = train_step(
+            params, opt_state, state, jax.random.key(update + 2)
+        )
         recent = [*recent, float(length)][-50:] if length == length else recent
         if update % 150 == 149:
-            print(f"update {update + 1}: episodes of {sum(recent) / len(recent):.0f} steps")
-    print(f"loss scale {opt_state.loss_scale:.0f}, skipped steps {opt_state.skipped_steps}")
+            length = sum(recent) / len(recent)
+            print(f"update {update + 1}: episodes of {length:.0f} steps")
+    print(
+        f"loss scale {opt_state.loss_scale:.0f}, "
+        f"skipped steps {opt_state.skipped_steps}"
+    )
     return sum(recent) / len(recent)
 
 

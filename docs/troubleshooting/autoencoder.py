@@ -78,5 +78,7 @@ def make(policy, seed, *, overrides=(), loss_scale=None):
     ]
     order = [rng.permutation(TRAIN)[: TRAIN // BATCH * BATCH].reshape(-1, BATCH) for _ in range(EPOCHS)]
     batches = [DIGITS[rows] for epoch in order for rows in epoch]
-    names = {"metric_name": "explained variance", "percent": True}
-    return mpjax.inspection.Training((params, tx.init(params)), step, batches, explained_variance, loss, **names)
+    state = params, tx.init(params)
+    return mpjax.inspection.Training(
+        state, step, batches, explained_variance, loss, metric_name="explained variance", percent=True
+    )

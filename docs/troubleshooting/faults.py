@@ -104,15 +104,14 @@ def contrastive_batches():
 
 def sharded_arguments():
     """The arguments of the sharded quick start's step, on its mesh."""
-    import importlib.util
     import pathlib
+    import runpy
+    import types
 
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
     path = pathlib.Path(__file__).parent.parent / "quickstart" / "train_sharded.py"
-    spec = importlib.util.spec_from_file_location("train_sharded", path)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = types.SimpleNamespace(**runpy.run_path(str(path)))
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     shapes = jax.eval_shape(script.init)
     state = nn.unbox(jax.jit(script.init, out_shardings=nn.get_sharding(shapes, mesh))())

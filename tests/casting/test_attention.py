@@ -1,5 +1,8 @@
 """Attention that a program writes out runs as one fused kernel."""
 
+import functools
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -7,9 +10,11 @@ import numpy as np
 import pytest
 
 import mpjax
+from docs.make import FOLDER, table
 from mpjax import Rules
 from mpjax.program.interpreter import COMPILER_OPTIONS
 from testing import measures
+from testing.platforms import gpu, tpu
 from testing.random_programs.evaluate import evaluate, in_numpy
 from testing.random_programs.evaluate import exact as float64
 
@@ -358,6 +363,93 @@ def same(loss, args):
     """Whether fused attention leaves a program as it is."""
     programs = [jax.make_jaxpr(jax.grad(autocast(loss, attention)))(*first(args)) for attention in ("unfused", "xla")]
     return str(programs[0]) == str(programs[1])
+
+
+def plain(q, k, v):
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k)), v)
+
+
+def with_a_mask(q, k, v):
+    return masked(-1e9)(q, k, v, jnp.arange(q.shape[1])[:, None] % 3 < 2)
+
+
+PAGE = (FOLDER / "guides" / "attention.md").read_text()
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """A host with cuDNN, as JAX sees it."""
+    module = "jax._src.cudnn.fused_attention_stablehlo"
+    monkeypatch.setattr(f"{module}.check_cudnn_version", lambda: 91100)
+    monkeypatch.setattr(f"{module}.check_compute_capability", lambda capability: True)
+
+
+def why(attention, choice="xla", shape=(B, T, N, H)):
+    """The kernel of an attention, or the reason why it has none; empty if autocast does not look for it."""
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    plan = mpjax.explain(autocast(lambda q, k, v: jnp.mean(attention(q, k, v)), choice), x, x, x)
+    return next((row.why for row in plan.rows if row.op in ("fused_attention", "attention")), "")
+
+
+def one_cpu():
+    return jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)))
+
+
+def test_the_page_says_what_each_value_runs(cudnn):
+    choices = [name for cells in table(PAGE, "| `Rules(attention=") for name in re.findall(r'`"(\w+)"`', cells[0])]
+    found = {name: [] for name in choices}
+    for name in choices:
+        for device in (one_cpu, gpu, tpu):
+            with device():
+                found[name] += [why(plain, name, (1, tokens, N, 64)).partition(": ")[0] for tokens in (512, 1024)]
+    assert found.pop("tokamax")[0].startswith("tokamax")  # "refuses it" where it is not installed
+    assert found == {
+        "auto": ["", "", "auto", "cudnn", "auto", "pallas"],
+        "fused": ["xla", "xla", "cudnn", "cudnn", "pallas", "pallas"],
+        "unfused": [""] * 6,
+        **{name: [name] * 6 for name in ("cudnn", "pallas", "xla")},
+    }
+
+
+def asked(*args):
+    return functools.partial(why, *args)
+
+
+# A reason of the page and of `explain`: attention that has it, and as the page says to write it.
+REASONS = [
+    ("dropout on its probabilities", asked(keyed(after=dropout)), asked(keyed())),
+    ("auto: ", asked(plain, "auto"), asked(plain, "fused")),
+    ("are read", asked(keyed(returns=lambda s, p: p.sum())), asked(keyed())),
+    ("clipped", asked(keyed(lambda x: jnp.clip(x, -3, 3))), asked(lambda q, k, v: plain(q / 3, k, v))),
+    ("capped twice", asked(capped_twice), asked(capped)),
+    ("before they are capped", asked(keyed(lambda x: 5 * jnp.tanh(jnp.where(causal(), x, -1e9) / 5))), asked(capped)),
+    ("one constant number", asked(keyed(lambda x: x * jnp.abs(x).mean())), asked(keyed(lambda x: x * 3))),
+    ("below every float16", asked(keyed(lambda x: jnp.where(causal(), x, -5))), asked(keyed())),
+    ("below every float16", asked(keyed(lambda x: jnp.where(causal(), x, -5))), asked(einsum)),
+    (
+        "its bias is a float32 result of what its queries or keys are computed from",
+        asked(keyed_by_norms, "cudnn"),
+        None,
+    ),
+    ("fixes", asked(fixed_dtype), asked(plain)),
+    ("precision HIGHEST", asked(highest), asked(plain)),
+    ("the program contains its gradient already", asked(jax.grad(lambda *x: (plain(*x) ** 2).sum())), asked(plain)),
+    ("cudnn refuses it", asked(plain, "cudnn", (B, T, N, 12)), asked(plain, "cudnn", (B, T, N, 16))),
+    ("cudnn refuses it", asked(plain, "cudnn", (B, T, N, 512)), asked(plain, "cudnn", (B, T, N, 256))),
+    ("cudnn refuses it", asked(with_a_mask, "cudnn", (B, 5, N, H)), asked(with_a_mask, "cudnn", (B, 6, N, H))),
+    ("pallas refuses it", asked(plain, "pallas", (B, 96, N, H)), asked(plain, "pallas", (B, 128, N, H))),
+    ("pallas refuses it", asked(with_a_mask, "pallas", (B, 128, N, H)), asked(with_a_mask, "xla", (B, 128, N, H))),
+]
+
+
+def test_the_page_says_why_attention_is_not_fused_and_what_to_do(cudnn):
+    rows = table(PAGE, "| reason |")
+    with gpu():
+        for reason, before, after in REASONS:
+            (row,) = [row for row in rows if reason.strip() in row[0]]
+            assert reason in before(), row
+            assert after is None or "stores no scores" in after(), (reason, after())
+    assert all(any(reason.strip() in row[0] for reason, *_ in REASONS) for row in rows)
 
 
 def other_axis(q, k, v):

@@ -3,10 +3,10 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
-import sysconfig
 import textwrap
 import tomllib
 import venv
@@ -319,7 +319,8 @@ def environment(tmp_path_factory):
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     site = next(folder.glob("lib/python*/site-packages"))
-    (site / "a_paths.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "a_paths.pth").write_text("\n".join([*packages, str(ROOT)]))
     included = tomllib.loads((ROOT / "pyproject.toml").read_text())
     included = included["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     for source, target in included.items():
@@ -327,12 +328,40 @@ def environment(tmp_path_factory):
     return str(folder / "bin" / "python")
 
 
-def test_the_variable_alone_starts_the_launcher(environment, script):
-    path = script(LINEAR)
-    done = python(path, interpreter=environment, PYTHONPATH="", MPJAX_AUTOCAST_ALL="mixed_float16")
-    assert done.stdout == "loss 0.410\n"
-    assert "): 100.0% of" in done.stderr
-    bad = python(path, interpreter=environment, PYTHONPATH="", MPJAX_AUTOCAST_ALL="mixed_float15")
+# The command of the README and of the home page runs in tests/test_readme.py.
+RUN_ON_FIRST_SCREEN = "python -m mpjax run train.py"
+SHOWN = {
+    command.strip()
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+    for command in re.findall(
+        r"(?:MPJAX_AUTOCAST_ALL=\S+ python|python -m mpjax run) \w*[-.][^`#\n]*", page.read_text()
+    )
+    if page.parent.name != "reference"
+} - {RUN_ON_FIRST_SCREEN}
+
+
+def test_the_commands_of_pages_run(environment, script, tmp_path):
+    """Those of the documentation, as a shell runs them, in a folder that has the files that they name."""
+    (tmp_path / "my").mkdir()
+    for name in ("train.py", "script.py", "my/trainer.py"):
+        script(ATTENTION if name == "script.py" else LINEAR, name)
+    script('packages = ["keras"]', "keras.toml")
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("MPJAX", "PYTHONPATH"))}
+    path = os.pathsep.join((str(pathlib.Path(environment).parent), os.environ["PATH"]))
+    assert len(SHOWN) == 5
+    for command in SHOWN:
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=inherited | {"PATH": path}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, (command, done.stderr)
+        assert "): 100.0% of" in done.stderr, (command, done.stderr)
+        policy = "mixed_bfloat16" if "mixed_bfloat16" in command else "mixed_float16"
+        assert f"mpjax run: {policy}" in done.stderr
+        assert "--epochs" not in command or done.stdout.endswith("--epochs 10\n")
+
+
+def test_an_unknown_policy_in_the_variable_is_an_error(environment, script):
+    bad = python(script(LINEAR), interpreter=environment, PYTHONPATH="", MPJAX_AUTOCAST_ALL="mixed_float15")
     assert bad.returncode == 2
     assert "'mixed_float15'" in bad.stderr
 
