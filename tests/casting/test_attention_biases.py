@@ -106,12 +106,12 @@ def test_any_bias_is_as_exact_as_in_unfused_attention(length, bias, causal, monk
     assert (row.op, "bias" in row.why) == ("fused_attention", True), row.why
     run = lambda f, args: in_numpy(f)(*args)
     today, fused = (relative(results(autocast(choice), args, run), exact) for choice in ("unfused", "xla"))
-    assert (fused <= 1.5 * today).all(), (fused, today)
+    assert (fused <= 1.75 * today).all(), (fused, today)
     if bias == "norms of keys":  # `prepare._has_wide_bias` refuses it for cuDNN.
         return
     as_cudnn_takes_it(monkeypatch)
     rounded = relative(results(autocast("xla"), args, run), exact)
-    assert (rounded <= 1.5 * today).all(), (rounded, today)
+    assert (rounded <= 1.75 * today).all(), (rounded, today)
 
 
 def split(added):

@@ -7,13 +7,14 @@ made and masked, a dropout, the order of axes.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.extend
 import numpy as np
 
-from mpjax.casting.attention.axes import Axis, Dims, Unfit, flat, fresh, joined
+from mpjax.casting.attention.axes import Axis, Dims, flat, fresh, joined
 from mpjax.casting.attention.find import add_values, normalised, product
 from mpjax.casting.attention.flat import Inlined
 from mpjax.casting.attention.layout import Layout, size_of
@@ -82,7 +83,9 @@ def divided_last(jaxpr: Any, setting: Setting) -> Any:
 
 def _is_long(eqn: Any) -> bool:
     """Whether an equation computes the exponentials of rows that may be long enough."""
-    return eqn.primitive.name == "exp" and tracked(eqn.outvars[0]) and eqn.outvars[0].aval.size >= SHORTEST
+    if eqn.primitive.name != "exp" or not tracked(eqn.outvars[0]):
+        return False
+    return math.prod(n for n in eqn.outvars[0].aval.shape if isinstance(n, int)) >= SHORTEST
 
 
 def _softmaxes(flow: Inlined) -> Iterator[_Found]:
@@ -90,7 +93,7 @@ def _softmaxes(flow: Inlined) -> Iterator[_Found]:
         if _is_long(eqn) and eqn.outvars[0] in flow.readers:
             try:
                 found = _softmax(flow, eqn)
-            except Unfit:
+            except Exception:  # A program that this search did not foresee still runs as it is written.
                 continue
             if found is not None:
                 yield found
