@@ -33,6 +33,8 @@ EXPONENTIALS = jax.extend.core.Primitive("softmax_exponentials")
 EXPONENTIALS.multiple_results = True
 AVERAGE = jax.extend.core.Primitive("softmax_product")
 
+# What may be done to the maxima of rows: `jnp.max(..., initial=-inf)` takes the maximum with a number.
+_KEEPS_ROWS = ("max", "stop_gradient", "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims")
 # XLA for GPUs reduces shorter rows in the kernel that reads them anyway.
 SHORTEST = 129
 
@@ -136,12 +138,7 @@ def _maximum(flow: Inlined, exp: Any, dims: Dims, keys: Sequence[Axis]) -> Any:
     if shift is None or shift.primitive.name != "sub":
         return None
 
-    def passes(eqn: Any) -> bool:
-        """Whether it moves a maximum, or takes that of it and a number, as `jnp.max(..., initial=-inf)` does."""
-        name = eqn.primitive.name
-        return name in ("stop_gradient", "broadcast_in_dim", "max") or primitive(name).moves
-
-    top = flow.maker(flow.source(shift.invars[1], passes))
+    top = flow.maker(flow.source(shift.invars[1], lambda eqn: eqn.primitive.name in _KEEPS_ROWS))
     if top is None or top.primitive.name != "reduce_max":
         return None
     whole = fresh(top.invars[0].aval.shape)
