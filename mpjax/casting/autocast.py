@@ -15,6 +15,7 @@ import numpy as np
 
 from mpjax.casting import checks
 from mpjax.casting.attention import prepare
+from mpjax.casting.checkpointed import without_streams
 from mpjax.casting.infer import plan_function
 from mpjax.casting.lattice import FULL, TRACED
 from mpjax.casting.plan import Plan
@@ -54,8 +55,11 @@ def plan_program(program: TracedCall, setting: Setting, with_owners: bool = Fals
     prepare.remember(jaxpr, consts)
     if with_owners:
         setting = dataclasses.replace(setting, owners=owners_of(jaxpr, program.names))
-    if setting.rules.residual_stream == "auto" and additions_in_a_row(jaxpr) >= _MANY:
-        setting = dataclasses.replace(setting, deep=True)
+    if setting.rules.residual_stream == "auto":
+        setting = dataclasses.replace(setting, deep=additions_in_a_row(jaxpr) >= _MANY)
+    if setting.wide_stream:
+        jaxpr = without_streams(jaxpr)
+        prepare.remember(jaxpr, consts)
     plan = plan_function(jaxpr, setting, program.arrays)
     if plan.counts.cast or setting.plans_rules:
         return plan

@@ -86,9 +86,8 @@ class Rules:
         residual_stream: `"half"` computes the residual stream of a transformer or a pre-activation ResNet
             (`h = h + f(h)`, layer after layer) in half, like every activation. Each addition rounds it, so that the
             error grows with their number. `"float32"` computes it in float32. Each layer reads and keeps a half copy,
-            so that nothing more is kept, except where each layer is a `jax.checkpoint`, which keeps the stream itself.
-            `"auto"` is `"float32"` from 49 additions in a row on (25 layers of a transformer), not counting those
-            inside a `jax.checkpoint`.
+            so that nothing more is kept; a layer in a `jax.checkpoint` adds outside of it. `"auto"` is `"float32"` from
+            49 additions in a row on (25 layers of a transformer).
         attention: `"auto"` runs attention that the function writes out in a fused kernel, which stores no scores, where
             the device has one (cuDNN's on CUDA, Pallas's on a TPU), rows have more than 512 scores, and no flag asks
             for determinism or checks of each operation. `"fused"` does so for rows of any length, and on other devices

@@ -31,7 +31,7 @@ def residual_additions(jaxpr: Any) -> frozenset[Any]:
             continue
         read = {flow.source(v, is_moved_whole) for v in variables(eqn.invars)}
         readers.update(read)
-        if _adds_arrays(eqn):
+        if adds_arrays(eqn):
             additions.append((eqn.outvars[0], read))
             continued |= read
     stream: set[Any] = set()
@@ -43,7 +43,7 @@ def residual_additions(jaxpr: Any) -> frozenset[Any]:
 
 @once_per_jaxpr
 def additions_in_a_row(jaxpr: Any) -> int:
-    """The most additions of one residual stream, in all iterations of a `scan`. Not those inside a `jax.checkpoint`."""
+    """The most additions of one residual stream, in all iterations of a `scan`."""
     additions = residual_additions(jaxpr)
     counts: dict[Any, int] = {}
     for eqn in jaxpr.eqns:
@@ -51,7 +51,7 @@ def additions_in_a_row(jaxpr: Any) -> int:
         row, added = primitive(eqn.primitive.name), 0
         if eqn.outvars and eqn.outvars[0] in additions:
             added = 1
-        elif row.op is Op.ENTER and not row.backward.kept:
+        elif row.op is Op.ENTER:
             added = max((additions_in_a_row(sub.jaxpr) for sub in sub_jaxprs(eqn)), default=0)
             added *= eqn.params.get("length", 1) if row.loop else 1
         if added or is_moved_whole(eqn):
@@ -59,7 +59,8 @@ def additions_in_a_row(jaxpr: Any) -> int:
     return max(counts.values(), default=0)
 
 
-def _adds_arrays(eqn: Any) -> bool:
+def adds_arrays(eqn: Any) -> bool:
+    """Whether an equation adds two float32 arrays of one shape."""
     if eqn.primitive.name not in ("add", "add_any"):
         return False
     out = eqn.outvars[0]

@@ -96,35 +96,51 @@ def test_the_stream_is_float32_if_requested(fun):
     assert not float32_streams(jax.make_jaxpr(mpjax.autocast(fun))(W, X))
     assert measures.half_share(float32, W, X) == 1.0
     kept, kept_in_half = (measures.residual_bytes(f, W, X) for f in (float32, mpjax.autocast(fun)))
-    if fun is PROGRAMS["checkpointed"]:
-        assert kept_in_half < kept <= measures.residual_bytes(fun, W, X)
-    else:
-        assert kept_in_half == kept  # Each layer keeps a half copy.
+    assert kept_in_half == kept  # Each layer keeps a half copy.
 
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    {"plain": 6, "called": 6, "checkpointed": 0, "scanned": 6, "one_addition": 3, "linen": 3, "nnx": 3}.items(),
+    {"plain": 6, "called": 6, "checkpointed": 6, "scanned": 6, "one_addition": 3, "linen": 3, "nnx": 3}.items(),
 )
 def test_the_additions_of_a_stream_are_counted(name, count):
     assert additions_in_a_row(jax.make_jaxpr(PROGRAMS[name])(W, X)) == count
 
 
-def deep(w, x):
-    h, _ = lax.scan(lambda h, each: (layer(h, each), None), x @ w[0], w)
-    return jnp.mean((normalised(h) @ w[0]) ** 2)
+def wide_layer(h, w):
+    """Adds three times, in branches that other sums are part of."""
+    h = h + jax.nn.gelu(normalised(h) @ w) @ w.T
+    h = (normalised(h) @ w + normalised(h) @ w.T) / 4 + h
+    return h + jnp.tanh(h @ w)
+
+
+KEEPING = {
+    "all": lambda layer: layer,
+    "a checkpoint": jax.checkpoint,
+    "matmuls": functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable),
+    "nested": lambda layer: jax.checkpoint(jax.jit(jax.checkpoint(layer))),
+    "two results": lambda layer: lambda h, w: jax.checkpoint(lambda h, w: (layer(h, w), h.sum()))(h, w)[0],
+    "three additions": lambda _: jax.checkpoint(wide_layer),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.standard_promotion
-def test_the_stream_of_a_deep_network_is_as_exact_as_by_hand():
+@pytest.mark.parametrize("wrap", KEEPING.values(), ids=KEEPING)
+def test_the_stream_of_a_deep_network_is_as_exact_as_by_hand(wrap):
     """In half, its roundings would add up. Nothing more is kept for the backward pass."""
+
+    def deep(w, x):
+        h, _ = lax.scan(lambda h, each: (wrap(layer)(h, each), None), x @ w[0], w)
+        return jnp.mean((normalised(h) @ w[0]) ** 2)
+
     rng = np.random.default_rng(0)
     w, x = np.float32(rng.normal(size=(40, 16, 16)) / 8), np.float32(rng.normal(size=(4, 16)))
     auto, half = (functools.partial(mpjax.autocast, policy="mixed_bfloat16", rules=rules) for rules in (None, HALF))
     assert error_of_by_hand(Kind(deep, w, x), auto, jnp.dtype("bfloat16")) <= 1.3
-    assert error_of_by_hand(Kind(deep, w, x), half, jnp.dtype("bfloat16")) > 1.8
-    assert measures.residual_bytes(auto(deep), w, x) == measures.residual_bytes(half(deep), w, x)
+    if wrap is not KEEPING["three additions"]:  # Its layers, which are wider, are less exact than the sums.
+        assert error_of_by_hand(Kind(deep, w, x), half, jnp.dtype("bfloat16")) > 1.5
+    assert measures.residual_bytes(auto(deep), w, x) <= measures.residual_bytes(half(deep), w, x)
 
 
 @pytest.mark.parametrize("fun", [scanned, repeated(jax.jit)])

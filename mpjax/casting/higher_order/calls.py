@@ -162,7 +162,7 @@ def _scaled_parameters(plan: Plan) -> Copies:
 def _storages_of_remat(eqn: Any, i: int, value: Inferred | None, mask: int) -> Sequence[Storage]:
     # Inputs are stored until the backward pass. A parameter is stored anyway, so its cast stays inside. An activation
     # that is only read in half is cast before, so that half is stored.
-    only_half = value is not None and value.storage == FULL and mask == HALF.bit
+    only_half = value is not None and value.storage == FULL and (mask == HALF.bit or value.copied)
     activation = value is not None and value.level not in (Level.INPUT, Level.PINNED)
     return [HALF if only_half and activation else storage_of(value)]
 
