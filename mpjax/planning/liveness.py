@@ -209,7 +209,7 @@ class _Schedule:
         dying: Sequence[Buffer],
     ) -> list[Buffer]:
         """The results of an instruction that runs."""
-        kind = pass_of(line)
+        kind = pass_of(self.program.named(line))
         for buffer in itertools.chain(*operands):
             buffer.read.add(kind)
         outs: list[Buffer] = []
@@ -241,7 +241,7 @@ class _Schedule:
             if isinstance(written, Buffer):
                 buffer.module, buffer.source = written.module, written.source
             else:
-                buffer.module, buffer.source = self._place(written or line)
+                buffer.module, buffer.source = self._place(written or self.program.named(line))
         buffer.made.add(kind)
         large = [b for operand in operands for b in operand if b.elements == buffer.elements]
         converts = "convert" in line.name or line.opcode == "convert"

@@ -103,3 +103,24 @@ def test_an_asynchronous_update_of_a_slice_is_in_place():
     assert not updated.result
     assert result.result
     assert max(live_bytes(buffers)) == 2 * 4 * 32
+
+
+CAST_BY_XLA = """HloModule jit_f, is_scheduled=true, entry_computation_layout={}
+
+%fused (p: f32[4,8]) -> f16[4,8] {
+  %p = f32[4,8]{1,0} parameter(0)
+  %tanh = f32[4,8]{1,0} tanh(%p), metadata={op_name="jit(f)/jvp(Net)/Dense_0/tanh"}
+  ROOT %convert = f16[4,8]{1,0} convert(%tanh)
+}
+
+ENTRY %main (x: f32[4,8]) -> f16[4,8] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %kept = f16[4,8]{1,0} fusion(%x), kind=kLoop, calls=%fused
+  ROOT %out = f16[4,8]{1,0} negate(%kept), metadata={op_name="jit(f)/transpose(jvp(Net))/Dense_0/neg"}
+}
+"""
+
+
+def test_a_fusion_that_ends_in_a_cast_of_xlas_own_has_the_name_of_what_it_casts():
+    (kept,) = (b for b in buffers_of(CAST_BY_XLA) if b.argument is None and not b.result)
+    assert (kept.module, kept.made, kept.read) == ("Net/Dense_0", {FORWARD}, {BACKWARD})

@@ -94,6 +94,10 @@ class HloModule:
                 yield inner, lines
                 yield from self.inside(inner)
 
+    def named(self, line: Line) -> Line:
+        """A line with a name in the program: of a fusion without one, such as of a cast that XLA made, its last one."""
+        return next((each for each in (line, *(inner for inner, _ in self.inside(line))) if each.op_name), line)
+
     def places(self, line: Line) -> list[Place]:
         """The traceback of a line, innermost frame first."""
         chain = self._frames.get(line.attribute(r"stack_frame_id=(\d+)"), [])
@@ -275,7 +279,7 @@ def _instruction(program: HloModule, computation: str, line: Line) -> Instructio
     kinds = [_own_kind(part) for part, _ in parts]
     # A fusion has the metadata of its last operation, but its matmul is more informative.
     matmul = next((part for part, kind in zip(parts, kinds, strict=True) if kind in ON_TENSOR_CORES), None)
-    named = next((part for part, _ in ([matmul] if matmul else []) + parts if part.op_name), line)
+    named = matmul[0] if matmul and matmul[0].op_name else program.named(line)
     module = module_path(named.op_name)
     places = program.places(named)
     which = informative_frame([path for path, _ in places])
