@@ -424,7 +424,7 @@ def _scaled(x: Any, factor: Any, low: Any) -> Any:
     Broadcasting the factor before the product would also work, but would store it at full size for the backward pass.
     If the program itself is linear, JAX transposes this function, not its JVP rule.
     """
-    return lax.mul(x, staging.cast(_broadcast(factor, x.shape), x.dtype))
+    return _times(x, staging.cast(_broadcast(factor, x.shape), low.dtype))
 
 
 def _times(x: Any, low: Any) -> Any:

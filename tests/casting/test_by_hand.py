@@ -55,6 +55,15 @@ def test_biases_and_scales_are_not_rounded(name, dtype):
     )
 
 
+def test_a_loss_is_the_same_with_and_without_its_gradient():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    params, x = [{"w": draw(32, 32) / 6, "b": draw(32), "scale": draw(32)} for _ in range(3)], draw(64, 32)
+    loss = mpjax.autocast(dense, "mixed_bfloat16")
+    for run in (in_numpy(loss), in_numpy(lambda *args: jax.value_and_grad(loss)(*args)[0])):
+        np.testing.assert_array_equal(run(params, x), in_numpy(jax.vmap(loss, (None, 0)))(params, x[None])[0])
+
+
 # What an operation has at 0 is taken from it again.
 DIFFERENCES = {
     "exp(h) - 1": lambda h: jnp.exp(h) - 1,
