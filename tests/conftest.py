@@ -8,7 +8,12 @@ from collections.abc import Iterator
 
 # Before JAX starts: shard_map and sharding tests need several devices on any machine; and these programs
 # are compiled far longer than they run (LLVM's optimisation takes three quarters of the tests' time).
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0")
+# On a busy machine, the threads of four devices may take longer to meet than the 40 s after which XLA aborts.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 "
+    "--xla_cpu_collective_call_terminate_timeout_seconds=300",
+)
 
 import flax.linen
 import flax.nnx
