@@ -303,8 +303,12 @@ class Inference:
         if not (row.adds or row.multiplies) or rules.level == "half" or listing.entry or listing.region in IN_HALF:
             return ()
         found = tuple(i for i, v in enumerate(eqn.invars) if self._is_parameter(v))
-        others = {i for i, v in enumerate(eqn.invars) if v.aval.shape == eqn.outvars[0].aval.shape} - {*found}
-        return found if len(found) == 1 and others else ()
+        whole = {i for i, v in enumerate(eqn.invars) if v.aval.shape == eqn.outvars[0].aval.shape}
+        if len(found) != 1 or not whole - {*found}:
+            return ()
+        # The derivative of a product keeps the factor: of a computed one, such as a dropout's mask, the half copy.
+        factor = eqn.invars[found[0]]
+        return () if row.multiplies and found[0] in whole and self.values[factor].level != Level.INPUT else found
 
     def _scaled(self, eqn: Any) -> Decision | None:
         """Whether a matmul runs in a format with scales; None if it is no matmul, or the policy has none."""

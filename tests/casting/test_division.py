@@ -232,3 +232,16 @@ def test_explain_says_where_it_is_divided():
     assert "divided by the sums" in by_name["softmax_product"].why
     assert by_name["softmax_product"].dtypes_in == ("bfloat16",)
     assert by_name["softmax_exponentials"].dtypes_out == ("bfloat16", "float32")
+
+
+def test_a_mask_that_multiplies_is_kept_in_half():
+    """It is a parameter to autocast, and its float32 would be the largest array that the backward pass keeps."""
+
+    def loss(w, x):
+        keep = jax.random.bernoulli(jax.random.key(0), 0.75, (64, 16)).astype(jnp.float32)
+        return jnp.mean((x @ w * keep) @ w)
+
+    w, x = np.ones((16, 16), np.float32), np.ones((64, 16), np.float32)
+    kept = measures.residual_bytes(cast(loss), w, x)
+    without = measures.residual_bytes(cast(lambda w, x: jnp.mean((x @ w * 0.5) @ w)), w, x)
+    assert kept - without <= 2 * 64 * 16
