@@ -31,18 +31,22 @@ class Prepared:
     refused: tuple[tuple[str, Any, str], ...] = ()
 
 
-_cache: weakref.WeakKeyDictionary[Any, dict[Any, Prepared]] = weakref.WeakKeyDictionary()
+# Of each jaxpr, the form in place of it, None if it stays, and what is refused. A value must not hold its own key.
+_cache: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
 
 def prepared(jaxpr: Any, setting: Setting) -> Prepared:
     """An open jaxpr with its attentions and losses in other forms, as the rules ask for."""
     known = _cache.setdefault(jaxpr, {})
     if setting not in known:
-        known[setting] = result = _prepare(jaxpr, setting)
-        if result.jaxpr is not jaxpr:
-            derivative_rules.inherit(result.jaxpr, jaxpr)
-            _cache.setdefault(result.jaxpr, {})[setting] = result
-    return known[setting]
+        found = _prepare(jaxpr, setting)
+        changed = None if found.jaxpr is jaxpr else found.jaxpr
+        known[setting] = changed, found.refused
+        if changed is not None:
+            derivative_rules.inherit(changed, jaxpr)
+            _cache.setdefault(changed, {})[setting] = None, found.refused
+    form, refused = known[setting]
+    return Prepared(jaxpr if form is None else form, refused)
 
 
 def _prepare(jaxpr: Any, setting: Setting) -> Prepared:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -110,3 +112,22 @@ def test_a_derivative_rule_is_traced_when_jax_differentiates():
     traced.clear()
     mpjax.explain(loss, x, x)
     assert len(traced) == 4  # Its report has the rules' operations.
+
+
+def test_programs_are_forgotten():
+    """Plans are kept as long as their programs, which nothing of autocast may keep."""
+
+    def alive():
+        jax.clear_caches()
+        gc.collect()
+        return sum(type(each).__name__ == "Jaxpr" for each in gc.get_objects())
+
+    def plan(factor):
+        x = np.ones((4, 4), np.float32)
+        jax.make_jaxpr(mpjax.autocast(lambda w, x: jnp.mean(jnp.tanh(x @ w) * factor)))(x, x)
+
+    plan(1.0)
+    before = alive()
+    for factor in range(2, 12):
+        plan(float(factor))
+    assert alive() <= before
