@@ -17,7 +17,7 @@ from mpjax.program.evaluator import evaluate
 from mpjax.program.graph import SubJaxpr, sub_jaxprs
 from mpjax.program.primitives import MATMULS, Op, primitive
 
-# By name: matmuls and convolutions have different parameters.
+# By name: matmuls and convolutions have different parameters; a divisor is no term.
 
 
 class Added(enum.IntEnum):
@@ -31,11 +31,23 @@ class Added(enum.IntEnum):
 Product = tuple[int, frozenset[int]]
 
 
+class Term(NamedTuple):
+    """An input that a value is a sum of.
+
+    Args:
+        added: What was added to it.
+        factors: The inputs that it was multiplied by, or divided by.
+    """
+
+    added: Added = Added.NOTHING
+    factors: frozenset[int] = frozenset()
+
+
 class Contents(NamedTuple):
     """What a value contains and depends on.
 
     Args:
-        terms: The inputs that it is a sum of, and what was added to each.
+        terms: The inputs that it is a sum of.
         inputs: The inputs that it depends on.
         moved: The input whose elements it has, if it has those of one.
         number: Whether it is a number, or one in each element.
@@ -43,7 +55,7 @@ class Contents(NamedTuple):
         products: The products, as of `Summary`, that it depends on.
     """
 
-    terms: Mapping[int, Added] = {}
+    terms: Mapping[int, Term] = {}
     inputs: frozenset[int] = frozenset()
     moved: int | None = None
     number: bool = False
@@ -67,7 +79,7 @@ class Summary(NamedTuple):
 @once_per_jaxpr
 def summary(jaxpr: Any) -> Summary:
     """What each output of a jaxpr contains, through sums, moves, joins, products with numbers and sub-jaxprs."""
-    inputs = {v: Contents({i: Added.NOTHING}, frozenset((i,)), i) for i, v in enumerate(jaxpr.invars)}
+    inputs = {v: Contents({i: Term()}, frozenset((i,)), i) for i, v in enumerate(jaxpr.invars)}
     products: list[Product] = []
 
     def contents(v: Any, known: Contents) -> Contents:
@@ -103,7 +115,9 @@ def _result(eqn: Any, read: Sequence[Contents]) -> Contents:
     arrays = [x for x in read if not x.number]
     if not arrays:
         return Contents(inputs=inputs, number=row.elementwise or row.moves or row.whole or row.exact)
-    scales = row.scales and len(arrays) == 1
+    if row.scales and len(arrays) > 1:
+        return Contents(_multiplied(eqn, *arrays), inputs)
+    scales = row.scales
     moves = row.moves or row.whole
     moved = arrays[0].moved if moves and len(read) == 1 else None  # not a slice that an index chooses
     if not (scales or moves or row.accumulates or row.join):
@@ -113,14 +127,26 @@ def _result(eqn: Any, read: Sequence[Contents]) -> Contents:
         added = Added.STEP if any(x.scaled for x in arrays) else Added.TERM
     first = arrays[0]
     scaled = (scales and len(read) > 1) or (first.scaled and len(arrays) == 1)
-    return Contents(_merged(arrays, added), inputs, moved, scaled=scaled)
+    return Contents(_merged([x.terms for x in arrays], added), inputs, moved, scaled=scaled)
 
 
-def _merged(read: Sequence[Contents], added: Added) -> dict[int, Added]:
-    merged: dict[int, Added] = {}
-    for x in read:
-        for i, before in x.terms.items():
-            merged[i] = max(merged.get(i, Added.NOTHING), before, added)
+def _multiplied(eqn: Any, a: Contents, b: Contents) -> dict[int, Term]:
+    """The terms of a product: what decays, `decay * state + new`, is still a sum."""
+    pairs = ((a, b),) if eqn.primitive.name == "div" else ((a, b), (b, a))
+    return {
+        i: Term(term.added, term.factors | by.inputs)
+        for x, by in pairs
+        for i, term in x.terms.items()
+        if i not in by.inputs
+    }
+
+
+def _merged(parts: Iterable[Mapping[int, Term]], added: Added) -> dict[int, Term]:
+    merged: dict[int, Term] = {}
+    for terms in parts:
+        for i, term in terms.items():
+            known = merged.get(i, Term())
+            merged[i] = Term(max(known.added, term.added, added), known.factors | term.factors)
     return merged
 
 
@@ -145,9 +171,9 @@ def _through(eqn: Any, read: Sequence[Contents], products: list[Product]) -> lis
         if len(inside.outs) != len(outs):  # the condition of a `while`
             continue
         for k, out in enumerate(inside.outs):
-            parts = [Contents(_merged([operand(i)], added)) for i, added in out.terms.items()]
+            terms = [_inside(operand(i).terms, term, depends(term.factors)) for i, term in out.terms.items()]
             outs[k] = Contents(
-                _merged([outs[k], *parts], Added.NOTHING),
+                _merged([outs[k].terms, *terms], Added.NOTHING),
                 outs[k].inputs | depends(out.inputs),
                 None if out.moved is None or primitive(eqn.primitive.name).loop else operand(out.moved).moved,
                 scaled=out.scaled,
@@ -156,9 +182,15 @@ def _through(eqn: Any, read: Sequence[Contents], products: list[Product]) -> lis
     return outs
 
 
+def _inside(terms: Mapping[int, Term], term: Term, factors: frozenset[int]) -> dict[int, Term]:
+    """The terms of an operand, after what a sub-jaxpr does to it."""
+    return {i: Term(max(x.added, term.added), x.factors | factors) for i, x in terms.items()}
+
+
 def added_to(body: SubJaxpr, i: int) -> Added:
-    """What the body of a loop adds to the `i`-th value of its carry."""
-    return summary(body.jaxpr).outs[i].terms.get(body.consts + i, Added.NOTHING)
+    """What the body of a loop adds to the `i`-th value of its carry, or to a multiple of it by loop invariants."""
+    term = summary(body.jaxpr).outs[i].terms.get(body.consts + i, Term())
+    return term.added if all(k < body.consts for k in term.factors) else Added.NOTHING
 
 
 def is_one_map(body: SubJaxpr, i: int) -> bool:

@@ -157,6 +157,9 @@ def _carry_fixed_point(
         if value is not None and not keeps and _is_stream(body, i, setting):
             streams.add(i)
         levels.append(Level.PINNED if keeps else value and value.level)
+    # What is added to a sum is rounded as little as the sum.
+    pinned = [level == Level.PINNED for level in levels] + [False] * (len(wanted) - len(levels))
+    wanted = tuple(use | Use.AMPLIFIED if keeps else use for use, keeps in zip(wanted, pinned, strict=True))
 
     def carry_of(i: int, level: Level | None) -> Inferred | None:
         if level is None:
