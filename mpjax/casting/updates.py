@@ -188,9 +188,17 @@ def _inside(terms: Mapping[int, Term], term: Term, factors: frozenset[int]) -> d
 
 
 def added_to(body: SubJaxpr, i: int) -> Added:
-    """What the body of a loop adds to the `i`-th value of its carry, or to a multiple of it by loop invariants."""
-    term = summary(body.jaxpr).outs[i].terms.get(body.consts + i, Term())
-    return term.added if all(k < body.consts for k in term.factors) else Added.NOTHING
+    """What the body of a loop adds to the `i`-th value of its carry, or to a product of it: `gate * state + new`."""
+    return _term(body, i).added
+
+
+def is_gated(body: SubJaxpr, i: int) -> bool:
+    """Whether the body of a loop multiplies the `i`-th value of its carry by what depends on the carry."""
+    return any(body.consts <= k < body.consts + body.carry for k in _term(body, i).factors)
+
+
+def _term(body: SubJaxpr, i: int) -> Term:
+    return summary(body.jaxpr).outs[i].terms.get(body.consts + i, Term())
 
 
 def is_one_map(body: SubJaxpr, i: int) -> bool:
