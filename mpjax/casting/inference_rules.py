@@ -106,8 +106,8 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
         return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: its rounding would be amplified")
     if level == Level.HALF and used & Use.HALF and used & Use.FLOAT and not used & Use.MAY_HALF:
         return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: a float32 operation reads it too")
-    if level == Level.HALF and used & Use.FLOAT and row.adds and _shifts_centred(inference, eqn):
-        return inference.in_float32(eqn, listing, Level.HALF, f"{why}: half activation, its mean is subtracted")
+    if level == Level.HALF and row.adds and _shifts(inference, eqn, used):
+        return inference.in_float32(eqn, listing, Level.HALF, f"{why}: half activation, shifted")
     if level == Level.HALF and used & Use.ANY_HALF and _rounds_a_number(inference, eqn):
         return inference.in_float32(eqn, listing, Level.HALF, f"{why}: half activation, half would change its number")
     if level == Level.HALF and used & Use.ANY_HALF:
@@ -119,13 +119,16 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     return inference.in_float32(eqn, listing, level, f"{why}: parameters and inputs only")
 
 
-def _shifts_centred(inference: Inference, eqn: Any) -> bool:
-    """Whether it adds a parameter to a value whose mean is then subtracted, as a bias before a norm.
+def _shifts(inference: Inference, eqn: Any, used: Use) -> bool:
+    """Whether it adds a parameter to a value whose mean is subtracted next, or that may saturate next.
 
-    The sum follows from the half operand, so that nothing more is kept.
+    A bias before a norm and the offset of a gate may be larger than the value, whose bits half would lose. The sum
+    follows from the half operand, so that nothing more is kept.
     """
     values = map(inference.value, eqn.invars)
-    return any(x is not None and castable(x) for x in values) and is_centred(inference.jaxpr, eqn.outvars[0])
+    if not any(x is not None and castable(x) for x in values):
+        return False
+    return bool(used & Use.SATURATED) or (bool(used & Use.FLOAT) and is_centred(inference.jaxpr, eqn.outvars[0]))
 
 
 def _rounds_a_number(inference: Inference, eqn: Any) -> bool:

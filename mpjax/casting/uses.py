@@ -23,7 +23,9 @@ from mpjax.program import compat
 from mpjax.program.dataflow import variables
 from mpjax.program.derivative_rules import closed_over
 from mpjax.program.graph import sub_jaxprs
-from mpjax.program.primitives import Op, primitive
+from mpjax.program.primitives import Op, Saves, primitive
+
+# By name: a difference from a mean is no shift.
 
 
 class Use(enum.IntFlag):
@@ -37,6 +39,7 @@ class Use(enum.IntFlag):
     RETURNED = 16  # The function returns it.
     AMPLIFIED = 32  # Its rounding is amplified, by an operation that no matmul or sum comes before.
     EXACT = 64  # A conversion to integers, a decomposition or a solve reads it, after affine operations at most.
+    SATURATED = 128  # An operation that may saturate reads it, after additions at most.
     ANY_HALF = MAY_HALF | HALF
 
     # Python's flag arithmetic is slow enough to show in trace times.
@@ -53,10 +56,10 @@ class Use(enum.IntFlag):
 
     def without(self, other: Use) -> Use:
         """These uses without those of `other`."""
-        return _FLAGS[int.__and__(self, 127 - other)]
+        return _FLAGS[int.__and__(self, 255 - other)]
 
 
-_FLAGS = [Use(i) for i in range(128)]
+_FLAGS = [Use(i) for i in range(256)]
 RESULT = Use.READ | Use.FLOAT | Use.RETURNED
 
 
@@ -180,7 +183,15 @@ def _of_operands(jaxpr: Any, eqn: Any, of: Mapping[Any, Use], listing: Listing, 
     indexes = to_integers and eqn.params["new_dtype"].itemsize >= FLOAT32.itemsize
     if row.decomposes or row.solve or indexes or (out & Use.EXACT and row.is_affine and row.op is not Op.ALLOW):
         use = use | Use.EXACT
+    if row.backward.saves is Saves.SATURATING or (out & Use.SATURATED and _adds_anything(eqn)):
+        use = use | Use.SATURATED
     return [use, use | Use.AMPLIFIED] if row.amplifies == "second" else [use] * len(eqn.invars)
+
+
+def _adds_anything(eqn: Any) -> bool:
+    """Whether an equation is an addition, but not the difference from a mean."""
+    is_literal = isinstance(eqn.invars[-1], compat.Literal)
+    return primitive(eqn.primitive.name).adds and (is_literal or eqn.primitive.name != "sub")
 
 
 def _is_direct(eqn: Any, of: Mapping[Any, Use]) -> bool:

@@ -145,6 +145,24 @@ def test_the_gradient_through_saturated_units_is_as_exact_as_by_hand(activation,
     assert error_of_by_hand(kind, cast, jnp.dtype(dtype), of_gradient) <= 1.5
 
 
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("activation", [jax.nn.sigmoid, jax.nn.silu, jax.nn.glu])
+def test_the_offset_of_a_gate_takes_no_bits_of_its_argument(activation, dtype):
+    """Rounded after the sum, the argument had up to 3 times the error by hand."""
+    rng = np.random.default_rng(0)
+    params = [np.float32(rng.normal(size=(32, 32)) / 6) for _ in range(3)] + [np.full(32, -1, np.float32)]
+
+    def loss(p, x):
+        for w in p[:2]:
+            h = activation(x @ w + p[3] - 4.0)
+            x = jnp.concatenate([h, h], -1)[:, :32]
+        return 1e3 * jnp.mean((x @ p[2]) ** 2)
+
+    kind = Kind(loss, params, np.float32(rng.normal(size=(64, 32))))
+    assert error_of_by_hand(kind, lambda loss: mpjax.autocast(loss, f"mixed_{dtype}"), jnp.dtype(dtype)) <= 1.5
+
+
 # What a step of a linear recurrence keeps of the state.
 SIGNS = np.repeat(np.float32([-1, 1]), 4)[:, None]
 DECAYS = {
