@@ -106,6 +106,8 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
         return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: its rounding would be amplified")
     if level == Level.HALF and used & Use.HALF and used & Use.FLOAT and not used & Use.MAY_HALF:
         return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: a float32 operation reads it too")
+    if level == Level.HALF and used & Use.SUMMED:
+        return inference.in_float32(eqn, listing, Level.HALF, f"{why}: half activation, a loop sums it up")
     if level == Level.HALF and row.adds and _shifts(inference, eqn, used):
         return inference.in_float32(eqn, listing, Level.HALF, f"{why}: half activation, shifted")
     if level == Level.HALF and used & Use.ANY_HALF and _rounds_a_number(inference, eqn):

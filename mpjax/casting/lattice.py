@@ -96,9 +96,9 @@ def softened(level: Level, use: Use) -> Level:
 def at_boundary(value: Inferred, use: Use) -> Inferred:
     """How a sub-jaxpr returns a value: in half if it counts as half, or if every consumer reads half.
 
-    Not if a consumer amplifies its rounding.
+    Not if a consumer amplifies its rounding, or a loop sums it up.
     """
-    if value.storage == HALF or value.copied or use & Use.AMPLIFIED:
+    if value.storage == HALF or value.copied or use & (Use.AMPLIFIED | Use.SUMMED):
         return value
     if value.level == Level.HALF and use & Use.ANY_HALF:
         return Inferred(Level.HALF, HALF)

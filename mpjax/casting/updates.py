@@ -31,23 +31,11 @@ class Added(enum.IntEnum):
 Product = tuple[int, frozenset[int]]
 
 
-class Term(NamedTuple):
-    """An input that a value is a sum of.
-
-    Args:
-        added: What was added to it.
-        factors: The inputs that it was multiplied by, or divided by.
-    """
-
-    added: Added = Added.NOTHING
-    factors: frozenset[int] = frozenset()
-
-
 class Contents(NamedTuple):
     """What a value contains and depends on.
 
     Args:
-        terms: The inputs that it is a sum of.
+        terms: The inputs that it is a sum of, or of products of them, and what was added to each.
         inputs: The inputs that it depends on.
         moved: The input whose elements it has, if it has those of one.
         number: Whether it is a number, or one in each element.
@@ -55,7 +43,7 @@ class Contents(NamedTuple):
         products: The products, as of `Summary`, that it depends on.
     """
 
-    terms: Mapping[int, Term] = {}
+    terms: Mapping[int, Added] = {}
     inputs: frozenset[int] = frozenset()
     moved: int | None = None
     number: bool = False
@@ -79,7 +67,7 @@ class Summary(NamedTuple):
 @once_per_jaxpr
 def summary(jaxpr: Any) -> Summary:
     """What each output of a jaxpr contains, through sums, moves, joins, products with numbers and sub-jaxprs."""
-    inputs = {v: Contents({i: Term()}, frozenset((i,)), i) for i, v in enumerate(jaxpr.invars)}
+    inputs = {v: Contents({i: Added.NOTHING}, frozenset((i,)), i) for i, v in enumerate(jaxpr.invars)}
     products: list[Product] = []
 
     def contents(v: Any, known: Contents) -> Contents:
@@ -116,7 +104,9 @@ def _result(eqn: Any, read: Sequence[Contents]) -> Contents:
     if not arrays:
         return Contents(inputs=inputs, number=row.elementwise or row.moves or row.whole or row.exact)
     if row.scales and len(arrays) > 1:
-        return Contents(_multiplied(eqn, *arrays), inputs)
+        # What decays, `decay * state + new`, is still a sum.
+        multiplied = arrays[:1] if eqn.primitive.name == "div" else arrays
+        return Contents(_merged([x.terms for x in multiplied], Added.NOTHING), inputs)
     scales = row.scales
     moves = row.moves or row.whole
     moved = arrays[0].moved if moves and len(read) == 1 else None  # not a slice that an index chooses
@@ -130,23 +120,11 @@ def _result(eqn: Any, read: Sequence[Contents]) -> Contents:
     return Contents(_merged([x.terms for x in arrays], added), inputs, moved, scaled=scaled)
 
 
-def _multiplied(eqn: Any, a: Contents, b: Contents) -> dict[int, Term]:
-    """The terms of a product: what decays, `decay * state + new`, is still a sum."""
-    pairs = ((a, b),) if eqn.primitive.name == "div" else ((a, b), (b, a))
-    return {
-        i: Term(term.added, term.factors | by.inputs)
-        for x, by in pairs
-        for i, term in x.terms.items()
-        if i not in by.inputs
-    }
-
-
-def _merged(parts: Iterable[Mapping[int, Term]], added: Added) -> dict[int, Term]:
-    merged: dict[int, Term] = {}
+def _merged(parts: Iterable[Mapping[int, Added]], added: Added) -> dict[int, Added]:
+    merged: dict[int, Added] = {}
     for terms in parts:
-        for i, term in terms.items():
-            known = merged.get(i, Term())
-            merged[i] = Term(max(known.added, term.added, added), known.factors | term.factors)
+        for i, before in terms.items():
+            merged[i] = max(merged.get(i, Added.NOTHING), before, added)
     return merged
 
 
@@ -171,7 +149,7 @@ def _through(eqn: Any, read: Sequence[Contents], products: list[Product]) -> lis
         if len(inside.outs) != len(outs):  # the condition of a `while`
             continue
         for k, out in enumerate(inside.outs):
-            terms = [_inside(operand(i).terms, term, depends(term.factors)) for i, term in out.terms.items()]
+            terms = [_merged([operand(i).terms], added) for i, added in out.terms.items()]
             outs[k] = Contents(
                 _merged([outs[k].terms, *terms], Added.NOTHING),
                 outs[k].inputs | depends(out.inputs),
@@ -182,23 +160,9 @@ def _through(eqn: Any, read: Sequence[Contents], products: list[Product]) -> lis
     return outs
 
 
-def _inside(terms: Mapping[int, Term], term: Term, factors: frozenset[int]) -> dict[int, Term]:
-    """The terms of an operand, after what a sub-jaxpr does to it."""
-    return {i: Term(max(x.added, term.added), x.factors | factors) for i, x in terms.items()}
-
-
 def added_to(body: SubJaxpr, i: int) -> Added:
     """What the body of a loop adds to the `i`-th value of its carry, or to a product of it: `gate * state + new`."""
-    return _term(body, i).added
-
-
-def is_gated(body: SubJaxpr, i: int) -> bool:
-    """Whether the body of a loop multiplies the `i`-th value of its carry by what depends on the carry."""
-    return any(body.consts <= k < body.consts + body.carry for k in _term(body, i).factors)
-
-
-def _term(body: SubJaxpr, i: int) -> Term:
-    return summary(body.jaxpr).outs[i].terms.get(body.consts + i, Term())
+    return summary(body.jaxpr).outs[i].terms.get(body.consts + i, Added.NOTHING)
 
 
 def is_one_map(body: SubJaxpr, i: int) -> bool:

@@ -40,6 +40,7 @@ class Use(enum.IntFlag):
     AMPLIFIED = 32  # Its rounding is amplified, by an operation that no matmul or sum comes before.
     EXACT = 64  # A conversion to integers, a decomposition or a solve reads it, after affine operations at most.
     SATURATED = 128  # An operation that may saturate reads it, after additions at most.
+    SUMMED = 256  # A loop adds it to a sum, or multiplies the sum by it.
     ANY_HALF = MAY_HALF | HALF
 
     # Python's flag arithmetic is slow enough to show in trace times.
@@ -56,10 +57,10 @@ class Use(enum.IntFlag):
 
     def without(self, other: Use) -> Use:
         """These uses without those of `other`."""
-        return _FLAGS[int.__and__(self, 255 - other)]
+        return _FLAGS[int.__and__(self, 511 - other)]
 
 
-_FLAGS = [Use(i) for i in range(256)]
+_FLAGS = [Use(i) for i in range(512)]
 RESULT = Use.READ | Use.FLOAT | Use.RETURNED
 
 
@@ -185,6 +186,8 @@ def _of_operands(jaxpr: Any, eqn: Any, of: Mapping[Any, Use], listing: Listing, 
         use = use | Use.EXACT
     if row.backward.saves is Saves.SATURATING or (out & Use.SATURATED and _adds_anything(eqn)):
         use = use | Use.SATURATED
+    if out & Use.SUMMED and (row.scales or row.accumulates):
+        use = use | Use.SUMMED
     return [use, use | Use.AMPLIFIED] if row.amplifies == "second" else [use] * len(eqn.invars)
 
 

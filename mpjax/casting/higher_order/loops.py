@@ -23,7 +23,7 @@ from mpjax.casting.lattice import FULL, HALF, STREAM, Inferred, Level, carried, 
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.rewrite import MixedValue, arrays_of, run_closed, values_of
 from mpjax.casting.setting import Setting
-from mpjax.casting.updates import Added, added_to, is_gated, is_one_map
+from mpjax.casting.updates import Added, added_to, is_one_map
 from mpjax.casting.uses import RESULT, Use, Uses, uses
 from mpjax.kernels.weight_gradients import detached, straight_through
 from mpjax.program import contexts, evaluator
@@ -157,10 +157,9 @@ def _carry_fixed_point(
         if value is not None and not keeps and _is_stream(body, i, setting):
             streams.add(i)
         levels.append(Level.PINNED if keeps else value and value.level)
-    # What is added to a sum is rounded as little as the sum. Not in a cell, whose gates are computed anew in each step:
-    # float32 for what they pass would be kept for each.
-    sums = {i for i, level in enumerate(levels) if level == Level.PINNED and not is_gated(body, i)}
-    wanted = tuple(use | Use.AMPLIFIED if i in sums else use for i, use in enumerate(wanted))
+    # What is added to a sum is rounded as little as the sum.
+    sums = {i for i, level in enumerate(levels) if level == Level.PINNED}
+    wanted = tuple(use | Use.SUMMED if i in sums else use for i, use in enumerate(wanted))
 
     def carry_of(i: int, level: Level | None) -> Inferred | None:
         if level is None:
