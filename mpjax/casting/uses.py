@@ -25,8 +25,6 @@ from mpjax.program.derivative_rules import closed_over
 from mpjax.program.graph import sub_jaxprs
 from mpjax.program.primitives import Op, Saves, primitive
 
-# By name: a difference from a mean is no shift.
-
 
 class Use(enum.IntFlag):
     """How the consumers of a value read it."""
@@ -39,7 +37,7 @@ class Use(enum.IntFlag):
     RETURNED = 16  # The function returns it.
     AMPLIFIED = 32  # Its rounding is amplified, by an operation that no matmul or sum comes before.
     EXACT = 64  # A conversion to integers, a decomposition or a solve reads it, after affine operations at most.
-    SATURATED = 128  # An operation that may saturate reads it, after additions at most.
+    SATURATED = 128  # An operation that may saturate reads it, after additions of numbers at most.
     SUMMED = 256  # A loop adds it to a sum, or multiplies the sum by it.
     ANY_HALF = MAY_HALF | HALF
 
@@ -184,17 +182,15 @@ def _of_operands(jaxpr: Any, eqn: Any, of: Mapping[Any, Use], listing: Listing, 
     indexes = to_integers and eqn.params["new_dtype"].itemsize >= FLOAT32.itemsize
     if row.decomposes or row.solve or indexes or (out & Use.EXACT and row.is_affine and row.op is not Op.ALLOW):
         use = use | Use.EXACT
-    if row.backward.saves is Saves.SATURATING or (out & Use.SATURATED and _adds_anything(eqn)):
+    if row.backward.saves is Saves.SATURATING or (out & Use.SATURATED and _adds_number(eqn)):
         use = use | Use.SATURATED
     if out & Use.SUMMED and (row.scales or row.accumulates):
         use = use | Use.SUMMED
     return [use, use | Use.AMPLIFIED] if row.amplifies == "second" else [use] * len(eqn.invars)
 
 
-def _adds_anything(eqn: Any) -> bool:
-    """Whether an equation is an addition, but not the difference from a mean."""
-    is_literal = isinstance(eqn.invars[-1], compat.Literal)
-    return primitive(eqn.primitive.name).adds and (is_literal or eqn.primitive.name != "sub")
+def _adds_number(eqn: Any) -> bool:
+    return primitive(eqn.primitive.name).adds and any(isinstance(v, compat.Literal) for v in eqn.invars)
 
 
 def _is_direct(eqn: Any, of: Mapping[Any, Use]) -> bool:
