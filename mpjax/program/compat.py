@@ -701,25 +701,37 @@ def checkpoint(fun: Callable[..., Any], args: Sequence[Any], prevent_cse: Any, p
     """Calls `jax.checkpoint(fun)`, or `fun` under jet, which has no rule for it."""
     if under_jet():
         return fun(*args)
-    _correct_checkify()
+    _correct_flags()
     with present_primitives():
         return jax.checkpoint(fun, prevent_cse=prevent_cse, policy=policy)(*args)
 
 
 @functools.cache
-def _correct_checkify() -> None:
-    """Lets `checkify` read a remat that has one flag per operand: JAX's rule adds operands, but no flags for them."""
+def _correct_flags() -> None:
+    """Corrects JAX's rules that add operands to a remat with one flag per operand, but no flags for them.
+
+    They are `checkify`, and a remat under a `jax.checkpoint` whose policy saves one of its values.
+    """
     from jax._src import ad_checkpoint, checkify
 
-    rule = checkify.error_checks[ad_checkpoint.remat_p]
+    remat = ad_checkpoint.remat_p
+    check, split = checkify.error_checks[remat], pe.partial_eval_jaxpr_custom_rules[remat]
 
-    def with_flags(*args: Any, prevent_cse: Any, **params: Any) -> Any:
+    def checked(*args: Any, prevent_cse: Any, **params: Any) -> Any:
         if isinstance(prevent_cse, tuple):
             errors = [x for x in args if isinstance(x, checkify.Error)]
             prevent_cse = (False,) * len(jax.tree.leaves(errors)) + prevent_cse
-        return rule(*args, prevent_cse=prevent_cse, **params)
+        return check(*args, prevent_cse=prevent_cse, **params)
 
-    checkify.error_checks[ad_checkpoint.remat_p] = with_flags
+    def with_saved(unknown: Any, staged: Any, *rest: Any) -> Any:
+        known, params = split.args[1](unknown, staged, *rest)
+        flags, saved = params["prevent_cse"], rest[2]
+        if isinstance(flags, tuple) and len(flags) == sum(staged):
+            params["prevent_cse"] = (True,) * saved + flags
+        return known, params
+
+    checkify.error_checks[remat] = checked
+    pe.partial_eval_jaxpr_custom_rules[remat] = functools.partial(split.func, split.args[0], with_saved)
 
 
 def set_linearization(primitive: Any, rule: Callable[..., Any]) -> None:

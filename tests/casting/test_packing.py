@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import multiprocessing
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
 
 import mpjax
 from mpjax.kernels.packed import PACKINGS, pack, unpack
@@ -189,6 +193,89 @@ def test_every_transformation_outside(how):
     exact, half, packed = (transformed(fun, w, x) for fun in (loss, cast(loss, "half"), cast(loss, "int8")))
     limit = measures.relative_error(half, exact) + 4 * ROUNDING["int8"]
     assert measures.relative_error(packed, exact) < limit
+
+
+# Training: resumed, donated, offloaded and split over devices.
+
+
+def repeated(w, x):
+    return checkpointed(w, x) + checkpointed_scan(w, x)
+
+
+def trained(state, steps):
+    """Parameters and optimizer state after some steps of training, from the start if the state is None."""
+    tx = mpjax.dynamic_loss_scale(optax.sgd(0.1, momentum=0.9))
+    fun = cast(repeated, "float8_stochastic", "mixed_float16")
+    w, opt_state = state or (weights(), tx.init(weights()))
+
+    @jax.jit
+    def step(w, opt_state, x):
+        _, gradients = mpjax.value_and_grad(fun, opt_state)(w, x)
+        return mpjax.apply_gradients(tx, gradients, opt_state, w)
+
+    for number in steps:
+        w, opt_state = step(w, opt_state, normal(32, 64, seed=number))
+    return jax.device_get((w, opt_state))
+
+
+def test_a_run_that_another_process_resumes_is_bitwise_the_same():
+    saved, whole = trained(None, range(2)), trained(None, range(4))
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        resumed = process.submit(trained, saved, range(2, 4)).result()
+    jax.tree.map(np.testing.assert_array_equal, resumed, whole)
+
+
+def named(w, x):
+    for _ in range(2):
+        x = layer(w, jnp.tanh(checkpoint_name(x @ w[2], "kept")))
+    return jnp.mean(x**2)
+
+
+ONLY = jax.checkpoint_policies
+POLICIES = {
+    "nothing": None,
+    "everything": ONLY.everything_saveable,
+    "all but a name": ONLY.save_anything_except_these_names("kept"),
+    "a name": ONLY.save_only_these_names("kept"),
+    "matmuls in the host's memory": ONLY.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "a name in the host's memory": ONLY.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["kept"], offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "residuals"),
+    [("nothing", "float8_stochastic"), *((name, each) for name in POLICIES for each in ("half", "int8"))],
+)
+def test_a_checkpoint_around_changes_no_gradient(name, residuals):
+    w, x = weights(), normal(32, 64, seed=5)
+    fun = cast(named, residuals)
+    around = jax.grad(jax.checkpoint(fun, policy=POLICIES[name]))
+    assert ("<host>" in str(jax.make_jaxpr(around)(w, x))) == ("host" in name)
+    found, plain, exact = (jax.jit(each)(w, x) for each in (around, jax.grad(fun), jax.grad(named)))
+    if name == "nothing":
+        jax.tree.map(np.testing.assert_array_equal, found, plain)
+    else:  # XLA may round other intermediate values where it reads saved ones.
+        assert measures.relative_error(found, exact) < 1.5 * measures.relative_error(plain, exact)
+
+
+@pytest.mark.parametrize(("name", "spec"), [("int8", ("data",)), ("float8", ("data",)), ("int8", (None, "data"))])
+def test_a_donated_step_over_devices_stores_eight_bits(name, spec):
+    """Parameters are split by rows, as in FSDP, or by columns, so that packed rows are split."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    w, x = weights(), normal(32, 64, seed=6)
+    rows, parts = (NamedSharding(mesh, PartitionSpec(*each)) for each in (("data",), spec))
+    fun = jax.grad(cast(loss, name))
+    expected = jax.jit(fun)(w, x)
+    given = jax.device_put(w, parts)
+    compiled = jax.jit(fun, donate_argnums=0, out_shardings=parts).lower(given, jax.device_put(x, rows)).compile()
+    dtype, shape = {"int8": "s8", "float8": "f8e4m3fn"}[name], "[8,256]" if spec == ("data",) else "[32,64]"
+    assert dtype + shape in compiled.as_text()
+    found = compiled(given, jax.device_put(x, rows))
+    assert measures.relative_error(jax.device_get(found), expected) < 5e-3
+    assert all(each.is_deleted() for each in given)
 
 
 # What is not packed.
