@@ -13,8 +13,15 @@ import numpy as np
 from jax import lax
 
 from mpjax.inspection.lockstep import grouped
-from mpjax.inspection.ranges.activations import counted
-from mpjax.inspection.ranges.range_statistics import Limits, RangeNote, RangeProbe, floats
+from mpjax.inspection.ranges.activations import PACKED, counted
+from mpjax.inspection.ranges.range_statistics import (
+    Limits,
+    RangeNote,
+    RangeProbe,
+    floats,
+    merged_in_eight_bits,
+    stores_eight_bits,
+)
 from mpjax.inspection.reports import Report, Section, percent
 from mpjax.inspection.trials import Loss, argument_names
 from mpjax.loss_scale.replicas import all_finite
@@ -36,10 +43,10 @@ class WatchedModule:
 
     Args:
         name: The module path; outside of named modules, the user's function.
-        phase: `"forward"` or `"backward"`.
+        phase: `"forward"`, `"backward"`, or `"kept"` for arrays that the backward pass keeps in eight bits.
         amax: The largest magnitude of a finite value, computed in float32. Gradients do not include the loss scale.
         flushed: Of the nonzero values that the program stores in half, or reads in half, the share that is flushed to
-            zero at the loss scale.
+            zero at the loss scale. Of kept values, the share that is zero beside the largest of its block.
         zeros: The share of values that are zero in float32 too.
         nonfinite: The number of values that are inf or NaN, or beyond the range of the dtype that stores them.
     """
@@ -333,10 +340,11 @@ def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Measurement:
     counts, groups = counted(block, len(names)), grouped(block).groups
     places = (p for p in block.places() if p.number in counts.all and floats(p.outvars))
     # Each against the half dtype in which it is stored or read.
-    probe = RangeProbe(places, lambda number: Limits.of(counts.half.get(number, np.float32)))
+    kept = (p for p in block.places() if p.name == PACKED and stores_eight_bits(p))
+    probe = RangeProbe(places, lambda number: Limits.of(counts.half.get(number, np.float32)), quantised=kept)
     rows: dict[tuple[str, str], list[Site]] = {}
-    for number, place in probe.places.items():
-        phase = "backward" if place.phase == BACKWARD else "forward"
+    for number, place in sorted({**probe.places, **probe.quantised}.items()):
+        phase = "kept" if number in probe.quantised else "backward" if place.phase == BACKWARD else "forward"
         rows.setdefault((groups[number].name, phase), []).append(place)
 
     def run(scale: Any) -> jax.Array:
@@ -345,12 +353,22 @@ def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Measurement:
         _, notes = Instrumented(probe, wide=True).block(block, arrays, consts=consts)
         return jnp.stack(
             [
-                _row(notes, places, counts.half, scale if phase == "backward" else 1)
+                _kept(notes, places)
+                if phase == "kept"
+                else _row(notes, places, counts.half, scale if phase == "backward" else 1)
                 for (_, phase), places in rows.items()
             ]
         )
 
     return _Measurement(tuple(rows), run, block.not_entered())
+
+
+def _kept(notes: Mapping[Any, Any], places: Sequence[Site]) -> Any:
+    """The values of `COLUMNS` over what one module keeps in eight bits."""
+    found = [notes["eight bits", p.number] for p in places if ("eight bits", p.number) in notes]
+    largest, _, size, nonzero, flushed, nonfinite = [*functools.reduce(merged_in_eight_bits, found, jnp.zeros(6))]
+    zeros = size - nonzero - nonfinite
+    return jnp.stack([largest, flushed / jnp.maximum(nonzero, 1), zeros / jnp.maximum(size, 1), nonfinite])
 
 
 def _row(notes: Mapping[Any, RangeNote], places: Sequence[Site], half: Mapping[int, Any], scale: Any) -> Any:

@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching
 
 from mpjax.kernels import staging, weight_gradients
-from mpjax.kernels.derivatives import define, set_derivative
+from mpjax.kernels.derivatives import define, set_derivative, set_no_derivative
 from mpjax.kernels.rounding import mixed, random_bits, round_stochastically
 from mpjax.program import compat
 from mpjax.program.formats import E4M3
@@ -107,16 +107,24 @@ def pack(x: Any, packing: Packing) -> Packed:
         >>> [unpack(pack(x, each), x.dtype)[0, :4].astype(float).tolist() for each in both]
         [[0.0, 1.0, -3.0, 2.0], [0.0, 1.0, -3.0, 2.09375]]
     """
-    return _pack(x, packing, block_of(x.shape[-1], packing.longest))
+    exponents = packed_exponents.bind(x, block=block_of(x.shape[-1], packing.longest), top=packing.top)
+    return Packed(packed_elements.bind(x, exponents, packing=packing), exponents)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _pack(x: Any, packing: Packing, block: int) -> Packed:
-    x = weight_gradients.detached.bind(x).astype(np.float32)
-    blocks = _in_blocks(x, x.shape[-1] // block)
+def _exponents(x: Any, *, block: int, top: int) -> Any:
+    blocks = _in_blocks(x.astype(np.float32), x.shape[-1] // block)
     largest = jnp.max(jnp.abs(blocks), axis=-1)
     exponents = lax.shift_right_logical(lax.bitcast_convert_type(largest, np.int32), _MANTISSA_BITS) - _BIAS
-    exponents = jnp.clip(exponents - np.int32(packing.top), _LEAST, _MOST).astype(np.int8)
+    return jnp.clip(exponents - np.int32(top), _LEAST, _MOST).astype(np.int8)
+
+
+def _exponents_abstract_eval(x: Any, *, block: int, top: int) -> Any:
+    return x.update(shape=(*x.shape[:-1], x.shape[-1] // block), dtype=np.dtype(np.int8), weak_type=False)
+
+
+def _elements(x: Any, exponents: Any, *, packing: Packing) -> Any:
+    x = x.astype(np.float32)
+    blocks = _in_blocks(x, exponents.shape[-1])
     elements = (blocks * _power_of_two(-exponents.astype(np.int32))[..., None]).reshape(x.shape)
     bits = _bits(x) if packing.stochastic else None
     if packing.dtype == np.int8:
@@ -126,7 +134,27 @@ def _pack(x: Any, packing: Packing, block: int) -> Packed:
         elements = jnp.clip(elements, np.float32(-127), np.float32(127))
     elif bits is not None:
         elements = round_stochastically(elements, packing.dtype, bits)
-    return Packed(elements.astype(packing.dtype), exponents)
+    return elements.astype(packing.dtype)
+
+
+def _elements_abstract_eval(x: Any, exponents: Any, *, packing: Packing) -> Any:
+    return x.update(dtype=packing.dtype, weak_type=False)
+
+
+def _batch(primitive: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
+    return primitive.bind(*(batching.bdim_at_front(*each, size) for each in zip(args, dims, strict=True)), **params), 0
+
+
+packed_exponents = Primitive("packed_exponents")
+packed_elements = Primitive("packed_elements")
+for each, fun, abstract_eval, static in (
+    (packed_exponents, _exponents, _exponents_abstract_eval, ("block", "top")),
+    (packed_elements, _elements, _elements_abstract_eval, ("packing",)),
+):
+    define(each, fun, abstract_eval, functools.partial(_batch, each))
+    each.def_impl(jax.jit(fun, static_argnames=static))
+    set_no_derivative(each)
 
 
 def _bits(x: Any) -> Any:
@@ -162,14 +190,10 @@ def _restored(elements: Any, exponents: Any, x: Any) -> Any:
     return unpack(Packed(elements, exponents), x.dtype)
 
 
-def _restored_batch(args: Sequence[Any], dims: Sequence[Any]) -> Any:
-    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
-    return restored.bind(*(batching.bdim_at_front(x, dim, size) for x, dim in zip(args, dims, strict=True))), 0
-
-
 # The third operand, the array itself, is for the derivative alone: a packed array has none, and the derivative of a
 # derivative needs one. The compiled program doesn't read it, so it stores the packed form only.
-define(restored, _restored, lambda elements, exponents, x: x, _restored_batch)
+vars(restored)["in_float32"] = lambda elements, exponents, x: x
+define(restored, _restored, lambda elements, exponents, x: x, functools.partial(_batch, restored))
 set_derivative(restored, lambda primals, tangents, out, params: tangents[2], (2,), lambda ct, *_: [None, None, ct])
 
 
@@ -271,10 +295,12 @@ def tangent_of(fun: Callable[..., Any], checkpoint: Callable[..., Any]) -> Calla
     def at(indices: tuple[int, ...]) -> Callable[..., Any]:
         def tangents(arrays: Sequence[Any], packs: Mapping[int, Packed], moves: Sequence[Any]) -> Any:
             arrays = unpacked(arrays, packs)
+            scopes = compat.in_scopes()  # without a mark of `jax.jvp`
 
             def moved(*moving: Any) -> Any:
                 given = dict(zip(indices, moving, strict=True))
-                outs = fun(*(given.get(i, x) for i, x in enumerate(arrays)))
+                with scopes:
+                    outs = fun(*(given.get(i, x) for i, x in enumerate(arrays)))
                 return [y for y in outs if compat.is_inexact(jax.typeof(y))]
 
             return jax.jvp(moved, [arrays[i] for i in indices], list(moves))[1]

@@ -513,9 +513,10 @@ def common_scopes(eqns: Sequence[Any]) -> Any:
     return first[:count]
 
 
-def in_scopes(scopes: Any) -> Any:
-    """A context in further named scopes."""
-    return source_info_util.set_name_stack(source_info_util.current_name_stack() + scopes)
+def in_scopes(scopes: Any = None) -> Any:
+    """A context in the named scopes of its caller and further ones, wherever it is entered."""
+    stack = source_info_util.current_name_stack()
+    return source_info_util.set_name_stack(stack if scopes is None else stack + scopes)
 
 
 def user_frames(eqn: Any) -> list[Any]:
@@ -715,7 +716,8 @@ def _correct_flags() -> None:
     from jax._src import ad_checkpoint, checkify
 
     remat = ad_checkpoint.remat_p
-    check, split = checkify.error_checks[remat], pe.partial_eval_jaxpr_custom_rules[remat]
+    check: Any = checkify.error_checks[remat]
+    split: Any = pe.partial_eval_jaxpr_custom_rules[remat]
 
     def checked(*args: Any, prevent_cse: Any, **params: Any) -> Any:
         if isinstance(prevent_cse, tuple):

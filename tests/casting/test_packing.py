@@ -353,7 +353,7 @@ def test_arrays_are_packed_once_for_all_who_read_them():
         return jnp.mean((h @ w[2]) ** 2 + (h @ w[2] @ w[2]) ** 2 + jnp.sin(1e-2 * (h @ w[0] @ w[1])) ** 2)
 
     jaxpr = jax.make_jaxpr(jax.grad(cast(heads, "int8")))(weights(), normal(32, 64))
-    packed = [e.eqn.invars[0] for e in measures.equations(jaxpr) if e.name == "jit" and e.eqn.params["name"] == "_pack"]
+    packed = [e.eqn.invars[0] for e in measures.equations(jaxpr) if e.name == "packed_elements"]
     assert len(packed) == len(set(packed)) > 0
 
 

@@ -22,6 +22,7 @@ from mpjax.program.source import BACKWARD, FORWARD
 
 # By name: mpjax's own primitives of scaled formats, and JAX's sum of gradients.
 
+COPIES = PACKED, _ = "packed_elements", "float8_quantise"  # primitives that make copies in eight bits
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -71,10 +72,10 @@ def counted(block: Block, num_gradients: int) -> Counted:
 
 
 def in_units_of_scales(eqn: Any) -> bool:
-    """Whether an equation's result is a float8 copy, its scale, or a matmul of copies before the scales multiply it."""
+    """Whether an equation's result is a copy in eight bits, its scale, or a matmul of copies without their scales."""
     if eqn.primitive.name in MATMULS:
         return any(is_low(v) and not is_half(v) for v in eqn.invars)
-    return eqn.primitive.name in ("float8_scale", "float8_quantise")
+    return eqn.primitive.name in ("float8_scale", *COPIES)
 
 
 def equations_of_gradients(block: Block, num_gradients: int) -> frozenset[int]:
@@ -103,8 +104,10 @@ class _Analysis:
 
     def _computed(self, place: Site, given: Sequence[_Producers]) -> list[_Producers]:
         eqn, name = place.eqn, place.name
-        if name == "float8_quantise":  # A copy stands for its array.
+        if name in COPIES:  # A copy stands for its array.
             return [given[0]]
+        if name == "restored":
+            return [given[2]]
         if primitive(name).moves or primitive(name).whole:
             self._note_half(place, frozenset[int]().union(*(producers.near for producers in given)))
             return [given[min(i, len(given) - 1)] if given else _Producers() for i in range(len(eqn.outvars))]

@@ -12,17 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.inspection.ranges.activations import Counted, counted
+from mpjax.inspection.ranges.activations import PACKED, Counted, counted
 from mpjax.inspection.ranges.range_statistics import (
     BIAS,
-    Float8Range,
+    EightBitRange,
     Limits,
     RangeProbe,
     Tally,
     is_measured,
     note,
+    stores_eight_bits,
     tally_of,
-    together_float8,
+    together_in_eight_bits,
 )
 from mpjax.inspection.ranges.report import NumericsReport as NumericsReport
 from mpjax.inspection.ranges.report import Range, Tried
@@ -34,9 +35,7 @@ from mpjax.program.interpreter import Eager, is_half, is_inexact, widened
 from mpjax.program.linearity import NonlinearRuleWarning
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import Op, primitive
-from mpjax.program.source import BACKWARD, FORWARD, RECOMPUTED
-
-# By name: mpjax's own primitive, whose operand is measured against the scale of its tensor.
+from mpjax.program.source import BACKWARD, FORWARD
 
 # A module that loses more than this share of its nonzero values should be kept in float32.
 _MUCH = 0.05
@@ -153,7 +152,8 @@ class _Measuring:
         self.compiled: dict[Any, _Compiled] = {}
         self.tallies: dict[_Row, Tally] = {}
         self.dtypes: dict[_Row, dict[str, None]] = {}
-        self.float8: dict[tuple[str, str, str], Float8Range] = {}  # by module, pass and dtype
+        # Whether it is packed for the backward pass; module, pass and dtype.
+        self.eight_bits: dict[tuple[bool, str, str, tuple[str, ...]], EightBitRange] = {}
         self.unseen: dict[str, None] = {}
         self.gradients: list[dict[str, float]] = []  # by batch and path, the largest at scale 1
         self.largest: list[tuple[float, int, Any, Any]] = []  # the batches with the largest gradients
@@ -180,7 +180,7 @@ class _Measuring:
 
     def _compile(self, block: Block, names: Sequence[str]) -> _Compiled:
         counts = counted(block, len(names))
-        quantised = (p for p in block.places() if p.name == "float8_quantise" and p.phase != RECOMPUTED)
+        quantised = filter(stores_eight_bits, block.places())
         measured = (p for p in block.places() if is_measured(p, counts))
         probe = RangeProbe(measured, lambda _: self.limits, counts.gradients | counts.parameters, quantised)
         self.unseen |= dict.fromkeys(block.not_entered())
@@ -208,11 +208,11 @@ class _Measuring:
                 size = math.inf if tally.nonfinite else tally.max / self.scale
                 self.gradients[-1][place.path] = max(size, self.gradients[-1].get(place.path, 0.0))
         for number, place in compiled.probe.quantised.items():
-            if ("float8", number) in notes:
-                operand = place.path, place.phase, place.eqn.params["dtype"].name
-                found = Float8Range.of(*operand, notes["float8", number])
-                before = self.float8.get(operand)
-                self.float8[operand] = found if before is None else together_float8(before, found)
+            if ("eight bits", number) in notes:
+                found = EightBitRange.of(place, notes["eight bits", number])
+                key = place.name == PACKED, found.name, found.phase, found.dtypes
+                before = self.eight_bits.get(key)
+                self.eight_bits[key] = found if before is None else together_in_eight_bits(before, found)
         for name, grad in zip(compiled.names, grads, strict=True):
             scaled = np.asarray(grad, np.float32) * np.float32(self.scale)
             self._put(_Row("parameters", name, BACKWARD), tally_of(note([scaled], self.limits)), ("float32",))
@@ -309,7 +309,8 @@ class _Measuring:
             gradients=self._table("gradients"),
             parameters=self._table("parameters"),
             by_op=self._table("by_op"),
-            float8=tuple(self.float8.values()),
+            float8=tuple(found for row, found in self.eight_bits.items() if not row[0]),
+            packed=tuple(found for row, found in self.eight_bits.items() if row[0]),
             gradient_exponents=_by_exponent(self._total("half gradients")),
             largest_safe_scale=safe,
             init_scale=init,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax.inspection.ranges.activations import Counted, in_units_of_scales
+from mpjax.inspection.ranges.activations import COPIES, PACKED, Counted, in_units_of_scales
 from mpjax.program import compat
 from mpjax.program.graph import Block, Site
 from mpjax.program.host import in_host_memory
@@ -169,22 +169,25 @@ def _exponents(x: Any) -> Any:
     return jnp.zeros(BINS, jnp.uint32).at[size >> 23].add(counts.astype(jnp.uint32))
 
 
-# What one scale for each tensor does to the operands of float8 matmuls
+# What eight bits do to the operands of float8 matmuls, and to arrays that are kept for the backward pass
 
-Float8Note = Any  # float32[4]: the largest magnitude, nonzero values, those that become zero, largest / median
+# float32[6]: the largest magnitude, and over the median, at worst; the numbers of all values, of those that are nonzero
+# and finite, of these that become zero, and of those that are not finite.
+EightBitNote = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Float8Range:
-    """The operands of one module's float8 matmuls in one pass, over all batches.
+class EightBitRange:
+    """The arrays of one module in one pass that are stored in eight bits, over all batches.
 
     Args:
         name: The module path.
         phase: `"forward"` or `"backward"`.
-        dtypes: The float8 dtype: e4m3 holds operands, e5m2 cotangents.
-        max: The largest magnitude, which the scale maps to the largest number of the dtype.
-        flushed: The share of the nonzero values that become zero.
-        outliers: The largest magnitude over the median of the nonzero magnitudes; the largest of all tensors.
+        dtypes: The dtype. In float8, e4m3 holds operands and what is kept, e5m2 cotangents.
+        max: The largest magnitude.
+        flushed: The share of the nonzero values that become zero, because the largest value of their tensor, or of
+            their block, is much larger.
+        outliers: The largest magnitude over the median of the nonzero magnitudes; the largest of all tensors or blocks.
         count: The number of nonzero values.
     """
 
@@ -197,13 +200,14 @@ class Float8Range:
     count: int
 
     @classmethod
-    def of(cls, name: str, phase: str, dtype: str, found: Float8Note) -> Float8Range:
+    def of(cls, place: Site, found: EightBitNote) -> EightBitRange:
         """The row of a note."""
-        largest, count, flushed, outliers = map(float, found)
-        return cls(name, phase, (dtype,), largest, flushed / max(count, 1.0), outliers, int(count))
+        largest, outliers, _, count, flushed, _ = map(float, found)
+        dtype = place.outvars[0].aval.dtype.name
+        return cls(place.path, place.phase, (dtype,), largest, flushed / max(count, 1.0), outliers, int(count))
 
 
-def together_float8(a: Float8Range, b: Float8Range) -> Float8Range:
+def together_in_eight_bits(a: EightBitRange, b: EightBitRange) -> EightBitRange:
     """Merges two rows."""
     count = a.count + b.count
     flushed = (a.count * a.flushed + b.count * b.flushed) / max(count, 1)
@@ -211,22 +215,34 @@ def together_float8(a: Float8Range, b: Float8Range) -> Float8Range:
     return dataclasses.replace(a, flushed=flushed, count=count, **worst)
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def float8_note(x: Any, scale: Any, dtype: np.dtype) -> Float8Note:
-    """The note of one tensor and its scale."""
-    size = jnp.abs(compat.replicated(x).astype(jnp.float32))
-    nonzero = (size > 0) & jnp.isfinite(size)
-    largest = jnp.max(size, initial=0, where=nonzero)
-    median = jnp.nanmedian(jnp.where(nonzero, size, jnp.nan))
-    flushed = nonzero & (size / compat.replicated(scale) <= float(compat.finfo(dtype).smallest_subnormal) / 2)
-    outliers = jnp.where(largest > 0, largest / median, 0.0)
-    counts = [jnp.sum(mask, dtype=jnp.float32) for mask in (nonzero, flushed)]
-    return jnp.stack([largest, *counts, outliers])
+def merged_in_eight_bits(a: EightBitNote, b: EightBitNote) -> EightBitNote:
+    """The note of both arrays."""
+    return jnp.concatenate([jnp.maximum(a[:2], b[:2]), a[2:] + b[2:]])
 
 
-def merged_float8(a: Float8Note, b: Float8Note) -> Float8Note:
-    """The note of both tensors."""
-    return jnp.concatenate([jnp.maximum(a[:1], b[:1]), a[1:3] + b[1:3], jnp.maximum(a[3:], b[3:])])
+def stores_eight_bits(place: Site) -> bool:
+    """Whether an equation makes a copy in eight bits, once."""
+    return place.name in COPIES and place.phase != RECOMPUTED
+
+
+def _eight_bit_note(eqn: Any, x: Any, scales: Any, elements: Any) -> EightBitNote:
+    if eqn.primitive.name == PACKED:
+        return _in_eight_bits(x, elements, 0.0, x.shape[-1] // scales.shape[-1])
+    limit = float(compat.finfo(eqn.params["dtype"]).smallest_subnormal) / 2
+    return _in_eight_bits(x, elements, limit, max(x.size, 1))
+
+
+@functools.partial(jax.jit, static_argnames=("limit", "block"))
+def _in_eight_bits(x: Any, elements: Any, limit: float, block: int) -> EightBitNote:
+    """The note of an array and its copy, of which elements up to a limit are zero, and blocks have one scale."""
+    size, element = (jnp.abs(compat.replicated(y).astype(jnp.float32)).reshape(-1, block) for y in (x, elements))
+    finite = jnp.isfinite(size)
+    nonzero = (size > 0) & finite
+    largest = jnp.max(size, axis=1, initial=0, where=nonzero)
+    median = jnp.nanmedian(jnp.where(nonzero, size, jnp.nan), axis=1)
+    worst = [jnp.max(y, initial=0, where=largest > 0) for y in (largest, largest / median)]
+    counts = [jnp.sum(mask, dtype=jnp.float32) for mask in (nonzero, nonzero & (element <= limit), ~finite)]
+    return jnp.stack([*worst, jnp.float32(size.size), *counts])
 
 
 def is_measured(place: Site, counts: Counted) -> bool:
@@ -254,7 +270,7 @@ class RangeProbe(Probe):
         places: The equations.
         limits: The limits of the dtype that each is compared with, by its number.
         graded: The numbers of those whose exponents are counted.
-        quantised: Casts to float8 to record as well.
+        quantised: Copies in eight bits to record as well.
     """
 
     def __init__(
@@ -273,25 +289,25 @@ class RangeProbe(Probe):
     ) -> dict[Key, Any]:
         number = place.number
         if number in self.quantised:
-            return {("float8", number): float8_note(*ins, place.eqn.params["dtype"])}
+            return {("eight bits", number): _eight_bit_note(place.eqn, *ins, *outs)}
         if number not in self.places:
             return {}
         measured = [outs[i] for i in floats(place.eqn.outvars)]
         return {("range", number): note(measured, self.limits(number), number in self.graded)}
 
     def keys(self, block: Block) -> Sequence[Key]:
-        found = [*(("range", n) for n in self.places), *(("float8", n) for n in self.quantised)]
+        found = [*(("range", n) for n in self.places), *(("eight bits", n) for n in self.quantised)]
         return [key for key in found if block.start <= key[1] < block.end]
 
-    def empty(self, key: Key) -> RangeNote | Float8Note:
-        if key[0] == "float8":
-            return jnp.zeros(4, jnp.float32)
+    def empty(self, key: Key) -> RangeNote | EightBitNote:
+        if key[0] == "eight bits":
+            return jnp.zeros(6, jnp.float32)
         exponents = jnp.zeros(BINS if key[1] in self.graded else 0, jnp.uint32)
         return jnp.zeros(5, jnp.uint32), jnp.array([0.0, np.inf], jnp.float32), exponents
 
-    def merge(self, key: Key, a: Any, b: Any) -> RangeNote | Float8Note:
-        if key[0] == "float8":
-            return merged_float8(a, b)
+    def merge(self, key: Key, a: Any, b: Any) -> RangeNote | EightBitNote:
+        if key[0] == "eight bits":
+            return merged_in_eight_bits(a, b)
         (counts, (largest, smallest), exponents), (more, (larger, smaller), others) = a, b
         extremes = jnp.stack([jnp.maximum(largest, larger), jnp.minimum(smallest, smaller)])
         return counts + more, extremes, exponents + others

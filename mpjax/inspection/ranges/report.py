@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.inspection.ranges.range_statistics import Float8Range, Limits, together_float8
+from mpjax.inspection.ranges.range_statistics import EightBitRange, Limits, together_in_eight_bits
 from mpjax.inspection.reports import Report, Section, folded_rows, percent, scale_text, short_dtypes
 
 _MUCH = 0.05  # the share of flushed gradients from which the loss scale is the first thing to say
@@ -100,6 +100,8 @@ class NumericsReport(Report):
         nonfinite: The batches whose gradients are inf or NaN in float32 too, counted from 0.
         float8: What one scale for each tensor does to the operands of float8 matmuls, by module; empty if the program
             has none.
+        packed: What eight bits do to the arrays that the backward pass keeps in them, by the module that reads them;
+            empty without `Rules(residuals="int8")` or `"float8"`.
         unseen: Operations that `numerics` could not look into (Pallas kernels, callbacks).
         trials: The errors of the gradients and the share in half without and with the recommendation. Empty if the
             program is already in half, or if nothing was tried.
@@ -123,7 +125,8 @@ class NumericsReport(Report):
     losing_lines: tuple[str, ...] = ()
     outliers: tuple[int, ...] = ()
     nonfinite: tuple[int, ...] = ()
-    float8: tuple[Float8Range, ...] = ()
+    float8: tuple[EightBitRange, ...] = ()
+    packed: tuple[EightBitRange, ...] = ()
     unseen: tuple[str, ...] = ()
     trials: tuple[Tried, ...] = ()
     rules: tuple[str, ...] = ()
@@ -169,7 +172,10 @@ class NumericsReport(Report):
             Section("", self._summary(), figure=self._draw),
             *([self._trials()] if self.trials else []),
             *map(self.by_module, ("activations", "gradients", "parameters")),
-            *([self._float8()] if self.float8 else []),
+            *_in_eight_bits("Operands of float8 matmuls", self.float8, "under the one scale of their tensor"),
+            *_in_eight_bits(
+                "Kept for the backward pass in eight bits", self.packed, "beside the largest of their block"
+            ),
             Section("By operation", by_op, ops, [*map(_op_cells, _by_loss(losing))]),
         ]
 
@@ -181,15 +187,6 @@ class NumericsReport(Report):
         columns = "parameter" if field == "parameters" else "module"
         columns += "|in|>max|>min nonzero|>zeros|>flushed|>overflowed"
         return Section(title, at_scale, columns, [*map(_cells, _folded(getattr(self, field)))])
-
-    def _float8(self) -> Section:
-        rows = sorted(folded_rows(self.float8, together_float8), key=lambda row: (-row.flushed, -row.outliers))
-        cells = [
-            (row.name or "-", row.phase, *row.dtypes, f"{row.max:.4g}", percent(row.flushed), f"{row.outliers:.3g}")
-            for row in rows
-        ]
-        text = "flushed: the nonzero values that become zero under the one scale of their tensor"
-        return Section("Operands of float8 matmuls", text, "module|pass|dtype|>max|>flushed|>max / median", cells)
 
     def _summary(self) -> str:
         lines = [*self._verdict(), *self._scale_advice()]
@@ -281,6 +278,18 @@ class NumericsReport(Report):
             f"init_scale={scale_text(self.init_scale).replace('2^', '2.0**')} {why}",
             f"activation gradients flushed to zero: {shares}",
         ]
+
+
+def _in_eight_bits(title: str, found: Sequence[EightBitRange], why: str) -> Iterator[Section]:
+    if not found:
+        return
+    rows = sorted(folded_rows(found, together_in_eight_bits), key=lambda row: (-row.flushed, -row.outliers))
+    cells = [
+        (row.name or "-", row.phase, *row.dtypes, f"{row.max:.4g}", percent(row.flushed), f"{row.outliers:.3g}")
+        for row in rows
+    ]
+    text = f"flushed: the nonzero values that become zero {why}"
+    yield Section(title, text, "module|pass|dtype|>max|>flushed|>max / median", cells)
 
 
 def _folded(rows: Sequence[Range]) -> list[Range]:

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import mpjax
+from mpjax.kernels.packed import PACKINGS, pack
 from testing import cheap_keys
 from testing.models.zoo import harness
 from testing.random_programs.evaluate import arrays_in_numpy, in_numpy
@@ -234,3 +235,40 @@ def test_operands_of_float8_matmuls_are_measured_against_their_scale(outlier):
     assert max(r.max for r in found.activations) < 2 * float(jnp.max(abs(x @ params[0] @ params[1])))
     assert "Operands of float8 matmuls" in str(found)
     assert not found.losing
+
+
+@pytest.mark.parametrize(("residuals", "loop"), [("int8", False), ("float8_stochastic", True), ("float8", False)])
+def test_what_blocks_flush_is_shown_by_numerics_and_watch(residuals, loop):
+    def layers(params, x):
+        with jax.named_scope("wide"):
+            x = x @ params[0]
+        with jax.named_scope("reads"):
+            x = x @ params[1]
+        with jax.named_scope("last"):
+            return jax.nn.gelu(x) @ params[2]
+
+    def loss_fn(params, x):
+        if loop:
+            return jnp.mean(jax.lax.scan(lambda _, x: (None, layers(params, x)), None, jnp.stack([x, x]))[1] ** 2)
+        return jnp.mean(layers(params, x) ** 2)
+
+    *params, x = [jax.random.normal(key, (32, 32)) / 6 for key in jax.random.split(jax.random.key(0), 4)]
+    params[0] = params[0].at[:, 5].multiply(3e5)  # one large element in each block
+    half, fun = (
+        mpjax.autocast(loss_fn, "mixed_bfloat16", rules=mpjax.Rules(residuals=each)) for each in ("half", residuals)
+    )
+    in_half, found = (mpjax.numerics(each, params, x, dtype="bfloat16") for each in (half, fun))
+    largest = max(found.packed, key=lambda row: row.flushed)
+    assert (largest.name, largest.phase) == ("reads", "forward")
+    assert largest.count == x.size * (1 + loop)
+    kept = pack(x @ params[0], PACKINGS[residuals])
+    flushed = float(jnp.mean(kept.elements.astype(jnp.float32) == 0))
+    assert flushed > 0.15
+    assert largest.flushed == pytest.approx(flushed, abs=0.02)
+    assert largest.dtypes == (kept.elements.dtype.name,)
+    assert "Kept for the backward pass in eight bits" in str(found)
+    assert {row.name for row in found.gradients} == {row.name for row in in_half.gradients}
+    assert found.activations == in_half.activations  # not the elements of copies
+    watched = mpjax.watch(fun)
+    (record,) = jax.jit(lambda *args: watched.update(watched.init(*args), *args))(params, x).records()
+    assert record.scalars()["kept/reads/flushed"] == pytest.approx(flushed, abs=0.02)
