@@ -96,7 +96,9 @@ def matmul_flops(eqn: Any) -> int:
         # is not the leading dimension, this is JAX's gradient with respect to the weights.)
         of_inputs = math.prod(lhs.shape) * outputs if numbers.lhs_spec[0] == 0 else math.inf
         return 2 * window * int(min(out * inputs, of_inputs))
-    return 2 * math.prod(lhs.shape) * rhs.shape[-1]
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    ((_, summed), (_, batch)), groups = numbers.dot_dimension_numbers, numbers.rhs_group_dimensions
+    return 2 * lhs.size * math.prod(n for d, n in enumerate(rhs.shape) if d not in (*summed, *batch, *groups))
 
 
 def matmuls(fun: Any, *args: Any) -> list[Equation]:

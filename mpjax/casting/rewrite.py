@@ -25,7 +25,7 @@ from mpjax.casting.plan import Action, Plan, Step
 from mpjax.casting.remat import RematRegion
 from mpjax.casting.scaled import cotangents_of
 from mpjax.casting.setting import FLOAT32, tracked
-from mpjax.kernels import staging, weight_gradients
+from mpjax.kernels import scaled_ragged, staging, weight_gradients
 from mpjax.kernels.lookup import select, selects
 from mpjax.kernels.maximum import unfused
 from mpjax.kernels.packed import PACKINGS, Packed, Packing, pack, remembered_matmul, remembering, tangent_of
@@ -291,7 +291,7 @@ def _bind(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
         (out,) = step.outs
         return [MixedValue(half, full if out is not None and out.storage == FULL else None, low)]
     if step.is_scaled:
-        return [MixedValue(half, low=_scaled_matmul(step, operands, params))]
+        return [MixedValue(half, low=_scaled_matmul(step, operands, params, args[2:]))]
     if step.broadcast:
         shape = eqn.outvars[0].aval.shape
         if primitive(eqn.primitive.name).multiplies and len(step.broadcast) == 1:
@@ -345,15 +345,16 @@ def _selects_activations(step: Step, args: Sequence[Any]) -> bool:
     return compat.platform() != "cpu" and not compat.under_jet() and selects(args[1], step.eqn.params)
 
 
-def _scaled_matmul(step: Step, operands: Sequence[MixedValue], params: dict[str, Any]) -> Any:
-    """The result of a matmul in a format with scales."""
+def _scaled_matmul(step: Step, operands: Sequence[MixedValue], params: dict[str, Any], sizes: Sequence[Any]) -> Any:
+    """The result of a matmul in a format with scales; a ragged one has sizes of groups."""
     assert step.scaled is not None
     format, dtypes, _, _, backward, options = step.scaled
-    read = zip(operands, step.reads, dtypes, strict=True)
-    return SCALINGS[format.scaling].matmul(
+    read = zip(operands, step.reads, dtypes, strict=False)
+    return (scaled_ragged.multiply if sizes else SCALINGS[format.scaling].matmul)(
         params,
         [value.quantised(storage, format, dtype, options.axes) for value, storage, dtype in read],
         operands[0].half,
+        *sizes,
         parameters=[i in step.parameters for i in (0, 1)],
         cotangents=cotangents_of(format, options),
         half_gradients=options.weight_gradients == "half",

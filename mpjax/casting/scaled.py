@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from mpjax.policy import path_matches
-from mpjax.program.formats import Format
+from mpjax.program.formats import FLOAT8, Format
 from mpjax.program.source import scopes
 
 # By name: matmuls and convolutions have different parameters.
@@ -136,7 +136,8 @@ def decide(
     matched = next(((p, to) for p, to in setting.entries if any(path_matches(path, p) for path in paths)), None)
     entry, wanted = matched or (None, setting.format)
     known = (setting.format, *(format for _, format in setting.entries))
-    format = wanted or next(each for each in known if each is not None)
+    # The groups of a ragged matmul have no blocks.
+    format = FLOAT8 if _is_ragged(eqn) else wanted or next(each for each in known if each is not None)
     why = _never(eqn, parameters, format)
     if not why and entry is not None and wanted is None:
         why = f"rule {entry!r}"
@@ -153,10 +154,20 @@ def cotangents_of(format: Format, options: Float8) -> np.dtype:
     return format.cotangents[name]
 
 
+def _is_ragged(eqn: Any) -> bool:
+    return eqn.primitive.name == "ragged_dot_general"
+
+
+def _groups(eqn: Any) -> Sequence[int]:
+    """The dimension of the second operand that holds the groups of a ragged matmul; none if groups are contracted."""
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    return ragged.rhs_group_dimensions if ragged else ()
+
+
 def _never(eqn: Any, parameters: Sequence[bool | None], format: Format) -> str:
     """Why a matmul can't run in a format, whatever the rules."""
-    if eqn.primitive.name != "dot_general":
-        kind = "convolutions" if eqn.primitive.name.startswith("conv") else "ragged matmuls"
+    if eqn.primitive.name != "dot_general" and not (_is_ragged(eqn) and _groups(eqn)):
+        kind = "convolutions" if eqn.primitive.name.startswith("conv") else "ragged contractions"
         return f"{kind} have no {format.name} gradients"
     return "the program itself gives an operand in half" if None in parameters else ""
 
@@ -189,10 +200,11 @@ def _at_most(size: Any, limit: int) -> bool:
 
 def _sizes(eqn: Any) -> tuple[Any, list[Any]]:
     """The contracted size of a matmul, and the free size of each operand."""
-    contract, batch = eqn.params["dimension_numbers"]
-    shapes = [v.aval.shape for v in eqn.invars]
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    contract, batch = ragged.dot_dimension_numbers if ragged else eqn.params["dimension_numbers"]
+    shapes = [v.aval.shape for v in eqn.invars[:2]]
     free = [
-        math.prod(n for d, n in enumerate(shape) if d not in (*contracted, *batched))
-        for shape, contracted, batched in zip(shapes, contract, batch, strict=True)
+        math.prod(n for d, n in enumerate(shape) if d not in (*contracted, *batched, *groups))
+        for shape, contracted, batched, groups in zip(shapes, contract, batch, ((), _groups(eqn)), strict=True)
     ]
     return math.prod(shapes[0][d] for d in contract[0]), free

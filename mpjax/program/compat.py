@@ -23,6 +23,7 @@ from jax._src.dtypes import canonicalize_value
 from jax._src.interpreters import ad, mlir
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.lax import _convert_element_type, canonicalize_precision
+from jax._src.lax.lax import ragged_dot_general_p as ragged_dot_general_p
 from jax._src.mesh import get_abstract_mesh
 from jax._src.mesh import use_abstract_mesh as use_abstract_mesh
 from jax._src.shard_map import ShardMapTrace, _as_manual_mesh, _extend_axis_env
@@ -769,13 +770,14 @@ def bilinear_transpose(primitive: Any, ct: Any, operands: Sequence[Any], which: 
     """The cotangent of one operand of a matmul or convolution, by JAX's own transpose rule.
 
     Args:
-        primitive: `dot_general`, `conv_general_dilated` or `ragged_dot_general`.
+        primitive: `dot_general`, `conv_general_dilated` or `ragged_dot_general`, or an object with a rule of its own.
         ct: The cotangent of its result.
         operands: Its operands; the one to differentiate is an undefined primal.
         which: The index of that operand.
         params: The primitive's parameters.
     """
-    return ad.primitive_transposes[primitive](ct, *operands, **params)[which]
+    rule = getattr(primitive, "transpose", None) or ad.primitive_transposes[primitive]
+    return rule(ct, *operands, **params)[which]
 
 
 def explicit_cotangent_sharding(

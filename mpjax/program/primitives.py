@@ -277,7 +277,10 @@ def matmul_flops(eqn: Any) -> int:
     if name == "fused_cross_entropy":
         return int(eqn.params["options"].flops * lhs.shape[eqn.params["options"].contracted[0]])
     # A ragged dot multiplies each row by the matrix of its group.
-    return 2 * math.prod(lhs.shape) * rhs.shape[-1]
+    dims = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = dims.dot_dimension_numbers
+    others = {*contracted, *batch, *dims.rhs_group_dimensions}
+    return 2 * math.prod(lhs.shape) * math.prod(n for d, n in enumerate(rhs.shape) if d not in others)
 
 
 def is_weight_gradient(eqn: Any) -> bool:

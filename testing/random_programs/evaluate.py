@@ -113,10 +113,10 @@ def casts_by_hand(half: Any, store: Store = as_typed) -> Casts:
 
 
 def float8_casts(rng: np.random.Generator) -> Casts:
-    """Casts of the operands of `dot_general` to float8; see `_float8_operand`."""
+    """Casts of the operands of matmuls, not of convolutions, to float8; see `_float8_operand`."""
 
     def applies(eqn: Any) -> bool:
-        return eqn.primitive.name == "dot_general" and is_float(eqn.outvars[0].aval.dtype)
+        return eqn.primitive.name in ("dot_general", "ragged_dot_general") and is_float(eqn.outvars[0].aval.dtype)
 
     return Casts(_float8_operand(rng), applies)
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax import Float8, Rules
+from mpjax.kernels import scaled_ragged
 from mpjax.kernels.scaled_matmul import quantised
 from mpjax.program.formats import FLOAT8
 from testing.random_programs.evaluate import in_numpy
@@ -288,7 +289,7 @@ def test_the_largest_number_is_rounded_and_not_clipped(dtype):
 
 
 def test_backward_matmuls_accumulate_all_bits():
-    for fun in (jax.grad(float8(mlp)), float8(jax.grad(mlp))):
+    for fun in (jax.grad(float8(mlp)), float8(jax.grad(mlp)), jax.grad(float8(experts))):
         found = {}
         for line in jax.jit(fun).lower(params_of(), X).as_text().splitlines():
             if "dot_general" in line and "f8E" in line:
@@ -338,6 +339,106 @@ def test_the_matmuls_of_a_jvp_rule_are_transposed(policy, transform):
     w = params_of(1)[0]
     found, expected = (in_numpy(jax.grad(f))(w, X) for f in (float8(loss, options(allow=["*"]), policy), loss))
     assert error(found, expected) < 0.15
+
+
+# Ragged matmuls: each group of rows has a matrix of its own.
+
+
+SIZES = np.array([48, 0, 16, 64], np.int32)
+
+
+def of_groups(fun, x, *others):
+    """A function of each group of rows and of its part of other arrays, in float64."""
+    starts = np.cumsum(SIZES)[:-1]
+    parts = [np.split(np.asarray(x, np.float64), starts)]
+    parts += [np.split(np.asarray(y, np.float64), starts) if len(y) == len(x) else np.float64(y) for y in others]
+    return [fun(*each) for each in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("cotangents", [jnp.float8_e5m2, jnp.float8_e4m3fn])
+def test_a_ragged_matmul_and_its_gradients_are_those_of_rounded_operands(cotangents):
+    x, w, ct = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(128, 32), (4, 32, 48), (128, 48)]))
+    x, ct = x.astype(jnp.bfloat16), ct.astype(jnp.bfloat16)
+    params = jax.make_jaxpr(jax.lax.ragged_dot)(x, w.astype(x.dtype), SIZES).eqns[0].params
+    e4m3, cotangents = np.dtype(jnp.float8_e4m3fn), np.dtype(cotangents)
+
+    def matmul(x, w):
+        copies = quantised(x, e4m3), quantised(w, e4m3)
+        return scaled_ragged.multiply(params, copies, x.dtype, SIZES, cotangents=cotangents)
+
+    def rounded(x, dtype):
+        copy = quantised(x, dtype)
+        return np.float64(copy.q) * np.float64(copy.scale)
+
+    found, vjp = jax.vjp(matmul, x, w)
+    results = found, *vjp(ct)
+    rx, rw, rct = rounded(x, e4m3), rounded(w, e4m3), rounded(ct, cotangents)
+    rw16 = rounded(w.astype(x.dtype), e4m3)  # the backward pass reads parameters in half
+    expected = [
+        np.concatenate(of_groups(np.matmul, rx, rw)),
+        np.concatenate(of_groups(lambda ct, w: ct @ w.T, rct, rw16)),
+        np.stack(of_groups(lambda x, ct: x.T @ ct, rx, rct)),
+    ]
+    assert [each.dtype for each in results] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
+    for result, exact in zip(results, expected, strict=True):
+        eps = float(jnp.finfo(result.dtype).eps)
+        np.testing.assert_allclose(np.float64(result), exact, rtol=eps, atol=1e-5 * np.abs(exact).max())
+
+
+def experts(params, x):
+    first, up, down = params
+    x = jnp.tanh(x.reshape(-1, WIDTH) @ first)
+    x = jnp.tanh(jax.lax.ragged_dot(x, jnp.stack([up, 2 * up, up, up.T]), SIZES))
+    return jnp.mean(jnp.sin(x @ down) ** 2)
+
+
+@either
+def test_ragged_matmuls_run_in_float8(policy):
+    fun = float8(experts, RULES, policy)
+    (row,) = [row for row in mpjax.explain(fun, params_of(), X).rows if row.op == "ragged_dot_general"]
+    assert row.dtypes_in == ("float8_e4m3fn", "float8_e4m3fn")
+    assert row.why == "allow: float8"
+    flops = mpjax.audit(jax.grad(fun), params_of(), X).flops
+    assert "float8_e4m3fn" not in mpjax.audit(fun, params_of(), X).residuals
+    forward = 2 * 128 * WIDTH**2
+    assert {dtype: count for dtype, count in flops.items() if "float8" in dtype} == dict.fromkeys(
+        ("float8_e4m3fn", "float8_e5m2/float8_e4m3fn", "float8_e4m3fn/float8_e5m2"), forward
+    )
+    kept = mpjax.explain(float8(experts, options(min_size=(64, 64)), policy), params_of(), X).rows
+    assert any("too few to gain" in row.why for row in kept if row.op == "ragged_dot_general")
+
+
+def on_each_device(loss, params):
+    mesh = jax.make_mesh((2,), ("experts",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(params, x):
+        return jax.lax.pmean(loss(params, x), "experts")
+
+    return jax.grad(jax.shard_map(local, mesh=mesh, in_specs=(P(), P("experts")), out_specs=P()))(
+        params, jnp.concatenate([X, X])
+    )
+
+
+RAGGED = {
+    "grad": lambda loss, p: jax.grad(loss)(p, X),
+    "of half weight gradients": lambda loss, p: jax.grad(loss)(p, X),
+    "jvp": lambda loss, p: jax.jvp(loss, (p, X), (p, X))[1],
+    "hessian": lambda loss, p: jax.jvp(jax.grad(lambda x: loss(p, x)), (X,), (X,))[1],
+    "checkpoint": lambda loss, p: jax.grad(jax.checkpoint(loss))(p, X),
+    "scan": lambda loss, p: jax.grad(
+        lambda p: jax.lax.scan(lambda c, x: (c + loss(p, x), None), 0.0, jnp.stack([X, 2 * X]))[0]
+    )(p),
+    "shard_map": on_each_device,
+}
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_transformations_of_ragged_matmuls(name):
+    rules = options(weight_gradients="half") if "half" in name else RULES
+    found, expected = (
+        in_numpy(lambda p, f=f: RAGGED[name](f, p))(params_of()) for f in (float8(experts, rules), experts)
+    )
+    assert 1e-4 < error(found, expected) < 0.15
 
 
 # Errors and warnings.
