@@ -4,6 +4,7 @@ float32                     nothing
 mixed_float16, ...          `mpjax.autocast` on each loss
 with_policy mixed_float16   `mpjax.with_policy` on each model
 mixed_float8                autocast with float8 matmuls of every size, because the default sizes exceed these models
+mixed_bfloat16 int8, ...    autocast with `Rules(residuals="int8")`
 O2                          `with_policy`, half parameters, `master_weights`
 static 1                    mixed_float16 by autocast with a constant loss scale of 1: no loss scaling
 """
@@ -26,7 +27,17 @@ from testing import cheap_keys
 FLOAT32 = "float32"
 AUTOCAST = ("mixed_float16", "mixed_bfloat16")
 FLOAT8 = "mixed_float8"
-POLICIES = (FLOAT32, *AUTOCAST, FLOAT8, "with_policy mixed_float16", "with_policy mixed_bfloat16", "O2", "static 1")
+EIGHT_BITS = {f"mixed_bfloat16 {name}": mpjax.Rules(residuals=name) for name in ("int8", "float8")}
+POLICIES = (
+    FLOAT32,
+    *AUTOCAST,
+    FLOAT8,
+    *EIGHT_BITS,
+    "with_policy mixed_float16",
+    "with_policy mixed_bfloat16",
+    "O2",
+    "static 1",
+)
 BY_MODULE = "with_policy "
 
 State = dict[str, Any]
@@ -56,9 +67,11 @@ class Training:
         if policy not in POLICIES:
             raise ValueError(f"unknown policy {policy!r}; choose from {', '.join(POLICIES)}.")
         self.family = family
-        self.policy = mpjax.get_policy({"static 1": "mixed_float16"}.get(policy, policy.removeprefix(BY_MODULE)))
+        self.policy = mpjax.get_policy(
+            {"static 1": "mixed_float16"}.get(policy, policy.removeprefix(BY_MODULE).split()[0])
+        )
         by_module = policy.startswith(BY_MODULE) or policy == "O2"
-        rules = mpjax.Rules(float8=mpjax.Float8(min_size=(0, 0))) if policy == FLOAT8 else None
+        rules = {FLOAT8: mpjax.Rules(float8=mpjax.Float8(min_size=(0, 0))), **EIGHT_BITS}.get(policy)
         self.cast: Callable[[Any], Any] = (
             (lambda fun: fun) if by_module else functools.partial(mpjax.autocast, policy=self.policy, rules=rules)
         )
