@@ -23,7 +23,7 @@ Which call to use:
 
 import typing as _typing
 
-from mpjax._lazy import lazy as _lazy
+from mpjax._lazy import lazy as _lazily
 
 if _typing.TYPE_CHECKING:
     from mpjax import inspection as inspection
@@ -33,11 +33,11 @@ if _typing.TYPE_CHECKING:
     from mpjax.casting import Rules as Rules
     from mpjax.casting import UnscaledGradientWarning as UnscaledGradientWarning
     from mpjax.casting import UnusedRuleWarning as UnusedRuleWarning
-    from mpjax.casting import autocast as autocast
     from mpjax.casting import autocast_disabled as autocast_disabled
     from mpjax.casting import float_function as float_function
     from mpjax.casting import half_function as half_function
     from mpjax.casting import promote_function as promote_function
+    from mpjax.casting.autocast import autocast as autocast
     from mpjax.inspection import audit as audit
     from mpjax.inspection import explain as explain
     from mpjax.inspection import find_nonfinite as find_nonfinite
@@ -90,7 +90,7 @@ else:
     _MODULES = {
         "casting": """
             AutocastWarning Float8 NonlinearRuleWarning Rules UnscaledGradientWarning UnusedRuleWarning
-            autocast autocast_disabled float_function half_function promote_function""",
+            autocast_disabled float_function half_function promote_function""",
         "loss_scale": """
             LossScaleError LossScaleState LossScaleWarning apply_gradients check_progress
             dynamic_loss_scale grad keep_if_finite loss_scale_for restore_if_skipped scale_loss
@@ -102,8 +102,9 @@ else:
         "policy": "ExplicitDtypeWarning Policy UnusedOverrideWarning get_policy",
     }
     _HOMES = {name: f"mpjax.{module}" for module, names in _MODULES.items() for name in names.split()}
+    _HOMES["autocast"] = "mpjax.casting.autocast"
     __all__ = sorted([*_HOMES, *_INSPECTION])
     _HOMES = {name: f"mpjax.{name}" for name in (*_MODULES, "inspection")} | _HOMES
-    __getattr__, __dir__ = _lazy(__name__, _HOMES | _INSPECTION)
+    __getattr__, __dir__ = _lazily(__name__, _HOMES | _INSPECTION)
 
 __version__ = "0.1.0"

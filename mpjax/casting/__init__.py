@@ -1,6 +1,5 @@
 """Automatic mixed precision for any JAX function: rules, planning, rewriting."""
 
-from mpjax.casting.autocast import autocast as autocast
 from mpjax.casting.checks import AutocastWarning as AutocastWarning
 from mpjax.casting.regions import autocast_disabled as autocast_disabled
 from mpjax.casting.regions import float_function as float_function

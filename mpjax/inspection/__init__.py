@@ -2,7 +2,7 @@
 
 import typing as _typing
 
-from mpjax._lazy import lazy as _lazy
+from mpjax._lazy import lazy as _lazily
 from mpjax.inspection.tools import CLASSES as _CLASSES
 from mpjax.inspection.tools import FUNCTIONS as _FUNCTIONS
 
@@ -33,4 +33,4 @@ if _typing.TYPE_CHECKING:
     from mpjax.planning.plan import plan as plan
 else:
     __all__ = sorted([*_FUNCTIONS, *_CLASSES])
-    __getattr__, __dir__ = _lazy(__name__, _FUNCTIONS | _CLASSES)
+    __getattr__, __dir__ = _lazily(__name__, _FUNCTIONS | _CLASSES)

@@ -255,7 +255,7 @@ def _chosen(argnums: Argnums, count: int) -> dict[int, int | nnx.DiffState]:
 
 
 def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-    from mpjax.casting import autocast  # imported here, so that loss scaling does not depend on it
+    from mpjax.casting.autocast import autocast  # imported here, so that loss scaling does not depend on it
 
     return autocast(fun, policy)
 

@@ -14,7 +14,7 @@ import jax
 import jax.extend
 import numpy as np
 
-from mpjax.casting import autocast
+from mpjax.casting.autocast import autocast
 from mpjax.casting.setting import Trial
 from mpjax.inspection.auditing.audit import gradient_of
 from mpjax.inspection.auditing.matmuls import Matmul, matmuls_of
