@@ -34,7 +34,6 @@ p = jnp.ones(2, jnp.float16); s = tx.init(p)
 mpjax.apply_gradients(tx, mpjax.grad(lambda p: p.sum(), s)(p), s, p)
 seen["libraries"] = [m for m in ("flax", "haiku", "equinox") if m in sys.modules]
 
-
 for module in pkgutil.walk_packages(mpjax.__path__, "mpjax."):
     if module.name != "mpjax.__main__":
         importlib.import_module(module.name)
