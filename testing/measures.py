@@ -197,7 +197,7 @@ def _inputs_read(jaxpr: Any) -> list[bool]:
     for eqn in jaxpr.eqns:
         operands = [True] * len(eqn.invars)
         if eqn.primitive.name == "restored":
-            operands = [True, True, False]
+            operands = [False, *operands[1:]]
         elif "jaxpr" in eqn.params:
             inner = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
             operands = _inputs_read(inner) if len(inner.invars) == len(operands) else operands

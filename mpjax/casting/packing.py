@@ -4,6 +4,8 @@ An array is packed if all that its derivative is computed from reads it unpacked
 and calls of `jax.checkpoint` that store their inputs alone. An array that anything else keeps in half is kept once, in
 half. So is one whose rounding a recomputed operation would amplify: the scores of a softmax, the argument of a
 logarithm, what a pooling takes the maximum of. The last region of a program keeps nothing for long.
+
+Of a sum that a loop carries in float32, such as the cell of an LSTM, a region keeps a half copy under any rules.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.cancellation import cancels
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
-from mpjax.casting.lattice import HALF, Inferred, Level
+from mpjax.casting.lattice import FULL, HALF, Inferred, Level
 from mpjax.casting.plan import Action, Step
 from mpjax.casting.remat import RematRegion, saved_by
 from mpjax.casting.setting import tracked
@@ -28,8 +30,16 @@ from mpjax.program.primitives import MATMULS, Primitive, primitive
 # By name: of the calls, only a remat stores its inputs alone.
 
 
+def mark_sums(parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferred], jaxpr: Any) -> None:
+    """Sets `packs` of the regions of a plan that read a float32 sum of a loop: their derivatives read a half copy."""
+    for part in parts:
+        if isinstance(part, RematRegion):
+            sums = [i for i, (v, storage) in enumerate(part.ins) if storage == FULL and values[v].summed]
+            part.packs = tuple(i for i in sums if _may_pack(part, part.ins[i][0], jaxpr))
+
+
 def mark_packed(parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferred], jaxpr: Any) -> None:
-    """Sets `packs` of the steps and regions of a plan: the operands that their derivatives read packed.
+    """Adds to `packs` of the steps and regions of a plan the half operands that their derivatives read packed.
 
     Args:
         parts: The steps and regions.
@@ -39,7 +49,7 @@ def mark_packed(parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferr
     places = [list(_places(part, jaxpr)) for part in parts]
     kept = {v for part in parts for v in _kept_in_half(part, jaxpr)}
     for part, found in zip(parts, places, strict=True):
-        part.packs = tuple(i for i, v in found if v not in kept and _is_activation(v, values))
+        part.packs += tuple(i for i, v in found if v not in kept and _is_activation(v, values))
 
 
 def _is_activation(v: Any, values: Mapping[Any, Inferred]) -> bool:

@@ -183,8 +183,7 @@ def _run_region(region: RematRegion, operands: Sequence[Any], plan: Plan) -> Seq
     barriers = _barriers(region, plan)
     with compat.in_scopes(region.scopes):
         if region.packs and not compat.under_jet():
-            packs = packed({i: operands[i] for i in region.packs}, plan)
-            outs = _remembering(model, plan, barriers)(arrays, packs)
+            outs = _remembering(model, plan, barriers)(arrays, _kept(region, operands, plan))
         else:
             outs = compat.checkpoint(model.body, arrays, barriers, _large_reductions)
     values: dict[Any, Any] = {}
@@ -210,10 +209,16 @@ def _body(region: RematRegion, plan: Plan) -> Callable[..., tuple[Any, ...]]:
     return body
 
 
+def _kept(region: RematRegion, operands: Sequence[MixedValue], plan: Plan) -> dict[int, Sequence[Any]]:
+    """What a region keeps in fewer bits."""
+    sums = {i for i in region.packs if region.ins[i][1] == FULL}
+    copies = {i: (weight_gradients.detached.bind(operands[i][FULL]).astype(plan.setting.half),) for i in sums}
+    return copies | packed({i: operands[i] for i in region.packs if i not in sums}, plan)
+
+
 def packed(values: Mapping[int, MixedValue], plan: Plan) -> dict[int, Packed]:
     """The half arrays of values in the packing of the rules."""
-    packing = PACKINGS[plan.setting.rules.residuals]
-    return {i: value.packed(packing) for i, value in values.items()}
+    return {i: value.packed(PACKINGS[plan.setting.rules.residuals]) for i, value in values.items()}
 
 
 def _remembering(model: RematRegion, plan: Plan, barriers: bool | tuple[bool, ...]) -> Callable[..., Any]:

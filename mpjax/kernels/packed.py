@@ -186,15 +186,21 @@ def _power_of_two(exponents: Any) -> Any:
 restored = Primitive("restored")
 
 
-def _restored(elements: Any, exponents: Any, x: Any) -> Any:
-    return unpack(Packed(elements, exponents), x.dtype)
+def _restored(x: Any, *kept: Any) -> Any:
+    return kept[0].astype(x.dtype) if len(kept) == 1 else unpack(Packed(*kept), x.dtype)
 
 
-# The third operand, the array itself, is for the derivative alone: a packed array has none, and the derivative of a
-# derivative needs one. The compiled program doesn't read it, so it stores the packed form only.
-vars(restored)["in_float32"] = lambda elements, exponents, x: x
-define(restored, _restored, lambda elements, exponents, x: x, functools.partial(_batch, restored))
-set_derivative(restored, lambda primals, tangents, out, params: tangents[2], (2,), lambda ct, *_: [None, None, ct])
+# From an array in eight bits, or from a half copy. The first operand, the array itself, is for the derivative alone: a
+# packed array has none, and the derivative of a derivative needs one. The compiled program doesn't read it, so it
+# stores the packed form only.
+vars(restored)["in_float32"] = lambda x, *kept: x
+define(restored, _restored, lambda x, *kept: x, functools.partial(_batch, restored))
+set_derivative(
+    restored,
+    lambda primals, tangents, out, params: tangents[0],
+    (0,),
+    lambda ct, *operands: [ct, *(None for _ in operands[1:])],
+)
 
 
 # Functions whose derivatives read packed operands.
@@ -261,7 +267,7 @@ def remembered_matmul(
             rest = arrays[2 + len(lows) :]
             of = functools.partial(_moved_product, i, primitive, {**params, "half": half, "wide": wide})
             if 1 - i in packs:
-                of_packed = lambda x, packed, *others, of=of: of(restored.bind(*packed, x), *others)  # noqa: E731
+                of_packed = lambda x, packed, *others, of=of: of(restored.bind(x, *packed), *others)  # noqa: E731
                 args = arrays[1 - i], packs[1 - i], move, *rest
                 parts.append(compat.checkpoint(of_packed, args, (False, prevent_cse, *(False for _ in args[2:])), None))
             else:
@@ -280,7 +286,7 @@ def _moved_product(which: int, primitive: Any, params: dict[str, Any], factor: A
 
 def unpacked(arrays: Sequence[Any], packs: Mapping[int, Packed]) -> list[Any]:
     """The arrays as they are kept: some from their packed forms."""
-    return [restored.bind(*packs[i], x) if i in packs else x for i, x in enumerate(arrays)]
+    return [restored.bind(x, *packs[i]) if i in packs else x for i, x in enumerate(arrays)]
 
 
 def tangent_of(fun: Callable[..., Any], checkpoint: Callable[..., Any]) -> Callable[..., Any]:

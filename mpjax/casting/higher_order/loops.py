@@ -164,6 +164,8 @@ def _carry_fixed_point(
     def carry_of(i: int, level: Level | None) -> Inferred | None:
         if level is None:
             return None
+        if i in sums:
+            return Inferred(Level.PINNED, FULL, summed=True)
         return STREAM if i in streams else carried(level, wanted[i])
 
     while True:

@@ -107,7 +107,7 @@ class _Analysis:
         if name in COPIES:  # A copy stands for its array.
             return [given[0]]
         if name == "restored":
-            return [given[2]]
+            return [given[0]]
         if primitive(name).moves or primitive(name).whole:
             self._note_half(place, frozenset[int]().union(*(producers.near for producers in given)))
             return [given[min(i, len(given) - 1)] if given else _Producers() for i in range(len(eqn.outvars))]
