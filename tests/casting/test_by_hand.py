@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mpjax
+from testing.measures import residual_bytes
 from testing.random_programs.evaluate import in_numpy
 from testing.sensitive import KINDS, Kind, error_of_by_hand
 
@@ -194,6 +195,41 @@ def test_a_state_that_decays_is_not_rounded_in_each_step(decay, dtype, of_gradie
     kind = Kind(loss, params, np.float32(rng.normal(size=(60, 4, 8))))
     cast = lambda fun: mpjax.autocast(fun, f"mixed_{dtype}")
     assert error_of_by_hand(kind, cast, jnp.dtype(dtype), of_gradient) <= 2.0
+
+
+def lstm(p, carry, row):
+    h, c = carry
+    i, f, g, o = jnp.split(row @ p["x"] + h @ p["h"], 4, -1)
+    c = jax.nn.sigmoid(f + 4) * c + jax.nn.sigmoid(i - 2) * jnp.tanh(g)
+    return (jax.nn.sigmoid(o) * jnp.tanh(c), c)
+
+
+def gru(p, carry, row):
+    (h,) = carry
+    z, g, *_ = jnp.split(row @ p["x"] + h @ p["h"], 4, -1)
+    z = jax.nn.sigmoid(z - 4)
+    return ((1 - z) * h + z * jnp.tanh(g),)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("cell", "size", "kept"), [(lstm, 2, 0.5), (gru, 1, 0.55)])
+def test_a_cell_that_remembers_is_not_rounded_in_each_step(cell, size, kept, dtype):
+    """The cell that a loop carries is float32, of which the backward pass keeps a half copy."""
+    rng = np.random.default_rng(0)
+    params = {key: np.float32(rng.normal(size=(16, 64)) / 4) for key in "xh"}
+    params["o"] = np.float32(rng.normal(size=(16, 16)) / 4)
+
+    def loss(p, x):
+        step = lambda carry, row: (cell(p, carry, row),) * 2
+        _, (out, *_) = jax.lax.scan(step, (jnp.zeros((4, 16)),) * size, x)
+        return 100 * jnp.mean((out @ p["o"]) ** 2)
+
+    kind = Kind(loss, params, np.float32(rng.normal(size=(60, 4, 16))))
+    cast = lambda fun: mpjax.autocast(fun, f"mixed_{dtype}")
+    assert error_of_by_hand(kind, cast, jnp.dtype(dtype)) <= 1.5
+    stored, in_float32 = (residual_bytes(fun, params, kind.batch) for fun in (cast(loss), loss))
+    assert stored <= kept * in_float32
 
 
 # Numbers that bfloat16 or float16 changes by nearly half a unit in the last place: by 0.4% and 0.04%.
