@@ -213,7 +213,7 @@ def _kept(region: RematRegion, operands: Sequence[MixedValue], plan: Plan) -> di
     """What a region keeps in fewer bits."""
     sums = {i for i in region.packs if region.ins[i][1] == FULL}
     copies = {i: (weight_gradients.detached.bind(operands[i][FULL]).astype(plan.setting.half),) for i in sums}
-    return copies | packed({i: operands[i] for i in region.packs if i not in sums}, plan)
+    return {**copies, **packed({i: operands[i] for i in region.packs if i not in sums}, plan)}
 
 
 def packed(values: Mapping[int, MixedValue], plan: Plan) -> dict[int, Packed]:
