@@ -34,7 +34,7 @@ from mpjax.casting.lattice import (
     made_from,
     softened,
 )
-from mpjax.casting.packing import mark_packed, mark_sums
+from mpjax.casting.packing import mark_gated, mark_packed
 from mpjax.casting.plan import Action, MatmulCounts, Plan, Step, counts_of
 from mpjax.casting.prepare import FORMS, prepared
 from mpjax.casting.remat import with_regions
@@ -118,7 +118,7 @@ class Inference:
         outs = tuple(self._out(v, use) for v, use in zip(jaxpr.outvars, self.wanted, strict=True))
         if self.setting.recompute and not self.setting.folded and not self.unchanged:
             steps = with_regions(steps, self.values, self.uses, self.log, self.setting.packs)
-            mark_sums(steps, self.values, jaxpr)
+            mark_gated(steps, self.values, jaxpr)
             if self.setting.packs:
                 mark_packed(steps, self.values, jaxpr)
         in_reads = tuple(self.reads.get(v, 0) for v in jaxpr.invars)

@@ -57,7 +57,8 @@ class Inferred(NamedTuple):
         large: Whether it holds a constant's numbers that half can't represent.
         copied: Whether it is a float32 sum, of a residual stream, of which each layer reads and keeps a half copy. The
             rounding of a copy is not added to, as that of the sum would be.
-        summed: Whether it is a sum that a loop carries in float32. The backward pass keeps a half copy of it.
+        gated: Whether it is a state that a loop carries in float32 and multiplies in each step, such as the cell of an
+            LSTM. The backward pass keeps a half copy of it.
     """
 
     level: Level
@@ -65,7 +66,7 @@ class Inferred(NamedTuple):
     integers: bool = False
     large: bool = False
     copied: bool = False
-    summed: bool = False
+    gated: bool = False
 
 
 PARAMETER = Inferred(Level.INPUT, FULL)

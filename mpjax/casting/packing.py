@@ -5,7 +5,8 @@ and calls of `jax.checkpoint` that store their inputs alone. An array that anyth
 half. So is one whose rounding a recomputed operation would amplify: the scores of a softmax, the argument of a
 logarithm, what a pooling takes the maximum of. The last region of a program keeps nothing for long.
 
-Of a sum that a loop carries in float32, such as the cell of an LSTM, a region keeps a half copy under any rules.
+Of a state that a loop carries in float32 and multiplies in each step (the cell of an LSTM), a region keeps a half copy,
+under any rules.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from mpjax.program.primitives import MATMULS, Primitive, primitive
 # By name: of the calls, only a remat stores its inputs alone.
 
 
-def mark_sums(parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferred], jaxpr: Any) -> None:
-    """Sets `packs` of the regions of a plan that read a float32 sum of a loop: their derivatives read a half copy."""
+def mark_gated(parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferred], jaxpr: Any) -> None:
+    """Sets `packs` of the regions of a plan that read a gated state: their derivatives read a half copy."""
     for part in parts:
         if isinstance(part, RematRegion):
-            sums = [i for i, (v, storage) in enumerate(part.ins) if storage == FULL and values[v].summed]
-            part.packs = tuple(i for i in sums if _may_pack(part, part.ins[i][0], jaxpr))
+            gated = [i for i, (v, storage) in enumerate(part.ins) if storage == FULL and values[v].gated]
+            part.packs = tuple(i for i in gated if _may_pack(part, part.ins[i][0], jaxpr))
 
 
 def mark_packed(parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferred], jaxpr: Any) -> None:

@@ -49,7 +49,7 @@ class RematRegion:
             region. Regions share the function of their model, so that JAX differentiates and transposes it once.
         body: The function of a model.
         remembering: The same as a function whose derivative reads packed inputs.
-        packs: The indices of those of `ins` that are kept in fewer bits: half arrays in eight, float32 sums in half.
+        packs: The indices of those of `ins` that are kept in fewer bits: half arrays in eight, gated states in half.
     """
 
     eqns: list[Step]
@@ -306,7 +306,7 @@ class _Stretches:
         if read not in self._sizes:
             packed = self.packs and read[1] == HALF
             size = 0 if read in self.stored or self.is_input_value(read[0]) else _bytes(read)
-            copied = read[1] == FULL and read[0] in self.values and self.values[read[0]].summed
+            copied = read[1] == FULL and read[0] in self.values and self.values[read[0]].gated
             self._sizes[read] = size // 2 if packed or copied else size
         return self._sizes[read]
 

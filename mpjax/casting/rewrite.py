@@ -211,9 +211,9 @@ def _body(region: RematRegion, plan: Plan) -> Callable[..., tuple[Any, ...]]:
 
 def _kept(region: RematRegion, operands: Sequence[MixedValue], plan: Plan) -> dict[int, Sequence[Any]]:
     """What a region keeps in fewer bits."""
-    sums = {i for i in region.packs if region.ins[i][1] == FULL}
-    copies = {i: (weight_gradients.detached.bind(operands[i][FULL]).astype(plan.setting.half),) for i in sums}
-    return {**copies, **packed({i: operands[i] for i in region.packs if i not in sums}, plan)}
+    gated = {i for i in region.packs if region.ins[i][1] == FULL}
+    copies = {i: (weight_gradients.detached.bind(operands[i][FULL]).astype(plan.setting.half),) for i in gated}
+    return {**copies, **packed({i: operands[i] for i in region.packs if i not in gated}, plan)}
 
 
 def packed(values: Mapping[int, MixedValue], plan: Plan) -> dict[int, Packed]:

@@ -165,6 +165,12 @@ def added_to(body: SubJaxpr, i: int) -> Added:
     return summary(body.jaxpr).outs[i].terms.get(body.consts + i, Added.NOTHING)
 
 
+def is_gated(body: SubJaxpr, i: int) -> bool:
+    """Whether the body of a loop multiplies the `i`-th value of its carry by an array, in its own equations."""
+    readers = dataflow(body.opened).readers.get(body.opened.invars[body.consts + i], ())
+    return any(primitive(eqn.primitive.name).scales and len(variables(eqn.invars)) > 1 for eqn in readers)
+
+
 def is_one_map(body: SubJaxpr, i: int) -> bool:
     """Whether the iterations of a loop update the `i`-th value of its carry by one map.
 

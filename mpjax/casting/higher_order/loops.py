@@ -23,7 +23,7 @@ from mpjax.casting.lattice import FULL, HALF, STREAM, Inferred, Level, carried, 
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.rewrite import MixedValue, arrays_of, run_closed, values_of
 from mpjax.casting.setting import Setting
-from mpjax.casting.updates import Added, added_to, is_one_map
+from mpjax.casting.updates import Added, added_to, is_gated, is_one_map
 from mpjax.casting.uses import RESULT, Use, Uses, uses
 from mpjax.kernels.weight_gradients import detached, straight_through
 from mpjax.program import contexts, evaluator
@@ -160,12 +160,13 @@ def _carry_fixed_point(
     # What is added to a sum is rounded as little as the sum.
     sums = {i for i, level in enumerate(levels) if level == Level.PINNED}
     wanted = tuple(use | Use.SUMMED if i in sums else use for i, use in enumerate(wanted))
+    gated = {i for i in sums if wanted[i] & Use.ANY_HALF and is_gated(body, i)}
 
     def carry_of(i: int, level: Level | None) -> Inferred | None:
         if level is None:
             return None
-        if i in sums:
-            return Inferred(Level.PINNED, FULL, summed=True)
+        if i in gated:
+            return Inferred(Level.PINNED, FULL, gated=True)
         return STREAM if i in streams else carried(level, wanted[i])
 
     while True:
