@@ -212,7 +212,7 @@ def _body(region: RematRegion, plan: Plan) -> Callable[..., tuple[Any, ...]]:
 def _kept(region: RematRegion, operands: Sequence[MixedValue], plan: Plan) -> dict[int, Sequence[Any]]:
     """What a region keeps in fewer bits."""
     gated = {i for i in region.packs if region.ins[i][1] == FULL}
-    copies = {i: (weight_gradients.detached.bind(operands[i][FULL]).astype(plan.setting.half),) for i in gated}
+    copies = {i: (operands[i][HALF],) for i in gated}
     return {**copies, **packed({i: operands[i] for i in region.packs if i not in gated}, plan)}
 
 

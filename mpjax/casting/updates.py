@@ -166,8 +166,14 @@ def added_to(body: SubJaxpr, i: int) -> Added:
 
 
 def is_gated(body: SubJaxpr, i: int) -> bool:
-    """Whether the body of a loop multiplies the `i`-th value of its carry by an array, in its own equations."""
-    readers = dataflow(body.opened).readers.get(body.opened.invars[body.consts + i], ())
+    """Whether the body of a loop multiplies the `i`-th value of its carry, or its difference from another, by an array.
+
+    Only its own equations count.
+    """
+    flow = dataflow(body.opened)
+    readers = list(flow.readers.get(body.opened.invars[body.consts + i], ()))
+    differences = [eqn.outvars[0] for eqn in readers if primitive(eqn.primitive.name).adds]
+    readers += [eqn for v in differences for eqn in flow.readers.get(v, ())]
     return any(primitive(eqn.primitive.name).scales and len(variables(eqn.invars)) > 1 for eqn in readers)
 
 

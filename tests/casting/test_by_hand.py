@@ -211,9 +211,16 @@ def gru(p, carry, row):
     return ((1 - z) * h + z * jnp.tanh(g),)
 
 
+def equinox_gru(p, carry, row):
+    (h,) = carry
+    z, g, *_ = jnp.split(row @ p["x"] + h @ p["h"], 4, -1)
+    g = jnp.tanh(g)
+    return (g + jax.nn.sigmoid(4 - z) * (h - g),)
+
+
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("cell", "size", "kept"), [(lstm, 2, 0.5), (gru, 1, 0.55)])
+@pytest.mark.parametrize(("cell", "size", "kept"), [(lstm, 2, 0.5), (gru, 1, 0.55), (equinox_gru, 1, 0.7)])
 def test_a_cell_that_remembers_is_not_rounded_in_each_step(cell, size, kept, dtype):
     """The cell that a loop carries is float32, of which the backward pass keeps a half copy."""
     rng = np.random.default_rng(0)
