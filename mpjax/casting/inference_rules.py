@@ -27,7 +27,7 @@ from mpjax.casting.plan import Action, Step
 from mpjax.casting.prepare import FORMS
 from mpjax.casting.setting import AS_TRACED, IN_FLOAT32, IN_HALF, Region, tracked
 from mpjax.casting.updates import is_step
-from mpjax.casting.uses import STREAM_ADDITION, Use
+from mpjax.casting.uses import GATED, STREAM_ADDITION, Use
 from mpjax.kernels.lookup import selects
 from mpjax.program import compat
 from mpjax.program.primitives import Op, Saves, primitive
@@ -64,6 +64,8 @@ def _deny(inference: Inference, eqn: Any, listing: Listing) -> Step:
     step = inference.in_float32(eqn, listing, level, listing.why)
     if listing is STREAM_ADDITION and level == Level.FLOAT:
         step.outs = (STREAM,)
+    if listing is GATED and level == Level.FLOAT:
+        step.outs = (Inferred(Level.FLOAT, FULL, gated=True),)
     if eqn.primitive is EXPONENTIALS:
         step.outs, inference.unchanged = (Inferred(Level.HALF, HALF), Inferred(Level.FLOAT, FULL)), False
     return step

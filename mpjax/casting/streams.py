@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpjax.casting.setting import tracked
 from mpjax.program import compat
-from mpjax.program.dataflow import dataflow, once_per_jaxpr, variables
+from mpjax.program.dataflow import Dataflow, dataflow, once_per_jaxpr, variables
 from mpjax.program.graph import sub_jaxprs
 from mpjax.program.primitives import Op, primitive
 
@@ -59,9 +60,69 @@ def additions_in_a_row(jaxpr: Any) -> int:
     return max(counts.values(), default=0)
 
 
-def adds_arrays(eqn: Any) -> bool:
+_GATES = 3  # A layer may well have a gate; an unrolled loop has more.
+
+
+@once_per_jaxpr
+def gated_additions(jaxpr: Any) -> frozenset[Any]:
+    """The additions to a state that gates multiply, `gate * state + new`, of an unrolled LSTM or a highway network.
+
+    They are added to in turn, directly or times a gate, and gates multiply the state several times.
+    """
+    flow = dataflow(jaxpr)
+    gates: dict[Any, int] = {}  # that multiplied a sum so far
+    chain: dict[Any, tuple[Any, ...]] = {}  # the sums before it
+    found: set[Any] = set()
+    for eqn in flow.eqns:
+        if not adds_arrays(eqn, ("add", "add_any", "sub")):
+            continue
+        count, before = max(
+            ((gates.get(v, 0) + gated, v) for v, gated in _added(flow, eqn)),
+            key=lambda found: found[0],
+            default=(0, None),
+        )
+        out = eqn.outvars[0]
+        gates[out], chain[out] = count, (*chain.get(before, ()), out)
+        if count >= _GATES:
+            found.update(chain[out])
+            chain[out] = ()
+    return frozenset(found)
+
+
+def _added(flow: Dataflow, eqn: Any) -> Iterator[tuple[Any, int]]:
+    """What an addition adds, and by how many gates each is multiplied."""
+    for v in variables(eqn.invars):
+        source = flow.source(v, is_moved_whole)
+        yield source, 0
+        product = flow.maker(source)
+        if product is not None and primitive(product.primitive.name).multiplies:
+            for state, gate in (product.invars, product.invars[::-1]):
+                if _is_gate(flow, gate) and not isinstance(state, compat.Literal):
+                    yield flow.source(state, is_moved_whole), 1
+
+
+def _is_gate(flow: Dataflow, v: Any) -> bool:
+    """Whether a value is a sigmoid, or 1 less a sigmoid, or some elements of one."""
+    v = v if isinstance(v, compat.Literal) else flow.source(v, _is_moved)
+    eqn = None if isinstance(v, compat.Literal) else flow.maker(v)
+    if eqn is None:
+        return False
+    row = primitive(eqn.primitive.name)
+    if row.call:
+        (inner,) = sub_jaxprs(eqn)
+        return _is_gate(dataflow(inner.opened), inner.opened.outvars[eqn.outvars.index(v)])
+    if row.adds and isinstance(eqn.invars[0], compat.Literal):
+        return _is_gate(flow, eqn.invars[1])
+    return row.bounds == (0.0, 1.0)
+
+
+def _is_moved(eqn: Any) -> bool:
+    return len(eqn.invars) == 1 and primitive(eqn.primitive.name).op is Op.MOVE
+
+
+def adds_arrays(eqn: Any, names: Sequence[str] = ("add", "add_any")) -> bool:
     """Whether an equation adds two float32 arrays of one shape."""
-    if eqn.primitive.name not in ("add", "add_any"):
+    if eqn.primitive.name not in names:
         return False
     out = eqn.outvars[0]
     # Storing scalars and vectors in half saves nothing.

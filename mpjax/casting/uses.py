@@ -17,7 +17,7 @@ from mpjax.casting.cancellation import cancels
 from mpjax.casting.classify import EXACT, Listing, classify, is_inner_product
 from mpjax.casting.prepare import FORMS, prepared
 from mpjax.casting.setting import FLOAT32, IN_HALF, Setting, tracked
-from mpjax.casting.streams import residual_additions
+from mpjax.casting.streams import gated_additions, residual_additions
 from mpjax.casting.updates import repeated_updates
 from mpjax.program import compat
 from mpjax.program.dataflow import variables
@@ -84,6 +84,7 @@ def uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
 
 
 STREAM_ADDITION = Listing(Op.DENY, "residual stream")
+GATED = Listing(Op.DENY, "gated state")
 _REPEATED = Listing(Op.DENY, "steps of one map")
 _EXACT = Listing(Op.DENY, f"{EXACT} an index or a decomposition reads it")
 _INNER_PRODUCT = Listing(Op.DENY, "an inner product that no matmul reads: a sum")
@@ -101,12 +102,15 @@ def _uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
         add(v, use | Use.READ)
     listings = []
     streams = _streams(jaxpr, setting)
+    gated = frozenset() if setting.folded else gated_additions(jaxpr)
     for eqn in reversed(jaxpr.eqns):
         listing = classify(eqn, setting)
         outs = [of.get(v, Use.NONE) for v in eqn.outvars]
         if listing.entry is None and not listing.region:
             if listing.op is Op.INFER and eqn.outvars[0] in streams:
                 listing = STREAM_ADDITION if setting.wide_stream else _REPEATED
+            elif listing.op is Op.INFER and eqn.outvars[0] in gated:
+                listing = GATED
             if listing.op is Op.ALLOW and setting.rules.level != "half":
                 if outs[0] & Use.EXACT:
                     listing = _EXACT
@@ -184,7 +188,7 @@ def _of_operands(jaxpr: Any, eqn: Any, of: Mapping[Any, Use], listing: Listing, 
         use = use | Use.EXACT
     if row.backward.saves is Saves.SATURATING or (out & Use.SATURATED and _adds_number(eqn)):
         use = use | Use.SATURATED
-    if out & Use.SUMMED and (row.scales or row.accumulates):
+    if listing is GATED or (out & Use.SUMMED and (row.scales or row.accumulates)):
         use = use | Use.SUMMED
     return [use, use | Use.AMPLIFIED] if row.amplifies == "second" else [use] * len(eqn.invars)
 

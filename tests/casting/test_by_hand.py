@@ -239,6 +239,34 @@ def test_a_cell_that_remembers_is_not_rounded_in_each_step(cell, size, kept, dty
     assert stored <= kept * in_float32
 
 
+def highway(p, carry, row):
+    (h,) = carry
+    t, g, *_ = jnp.split(h @ p["h"], 4, -1)
+    t = jax.nn.sigmoid(t - 4)
+    return (t * jax.nn.relu(g) + (1 - t) * h,)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("of_gradient", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("cell", "size"), [(lstm, 2), (gru, 1), (equinox_gru, 1), (highway, 1)])
+def test_a_cell_that_remembers_is_not_rounded_without_a_loop(cell, size, dtype, of_gradient):
+    """Highway networks of 24 layers had 4.7 times the error by hand, 16 steps of a GRU 4.2 times."""
+    rng = np.random.default_rng(0)
+    params = {key: np.float32(rng.normal(size=(16, 64)) / 4) for key in "xh"}
+    params["o"] = np.float32(rng.normal(size=(16, 16)) / 4)
+
+    def loss(p, x):
+        carry = (x[0],) * size
+        for row in x[1:]:
+            carry = cell(p, carry, row)
+        return 100 * jnp.mean((carry[0] @ p["o"]) ** 2)
+
+    kind = Kind(loss, params, np.float32(rng.normal(size=(24, 4, 16))))
+    cast = lambda fun: mpjax.autocast(fun, f"mixed_{dtype}")
+    assert error_of_by_hand(kind, cast, jnp.dtype(dtype), of_gradient) <= 1.5
+
+
 # Numbers that bfloat16 or float16 changes by nearly half a unit in the last place: by 0.4% and 0.04%.
 NUMBERS = {
     "literal": lambda p, h: 1.0507 * h,
