@@ -249,7 +249,7 @@ def operands_read(eqn: Any) -> Sequence[bool]:
     if row.identity:
         return [i == 0 for i in range(count)]
     if row.unread:
-        return [i < count - 1 for i in range(count)]
+        return [i > 0 for i in range(count)]
     inner = sub_jaxprs(eqn)
     passed = {i for sub in inner for i in sub.operands}
     read = {i for sub in inner for i, used in zip(sub.operands, inputs_read(sub.opened), strict=True) if used}

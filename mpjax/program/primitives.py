@@ -102,7 +102,7 @@ class Primitive(NamedTuple):
         replicates: Copies a value of one device to others, so its derivative is a sum over devices.
         label: Only names its operand, for functions that look for the name in a program.
         identity: Returns its first operand. The others are for its derivative alone.
-        unread: Its last operand is for its derivative alone; the compiled program doesn't read it.
+        unread: Its first operand is for its derivative alone; the compiled program doesn't read it.
         communicates: May send elements to other devices, which takes half the time in half.
         attends: The matmuls of scores by features in an attention, if it is one.
         heads: The matmuls of rows by a vocabulary in a loss, if it is one.
