@@ -354,7 +354,7 @@ def _scaled_matmul(step: Step, operands: Sequence[MixedValue], params: dict[str,
     """The result of a matmul in a format with scales; a ragged one has sizes of groups."""
     assert step.scaled is not None
     format, dtypes, _, _, backward, options = step.scaled
-    read = zip(operands, step.reads, dtypes, strict=False)
+    read = zip(operands[:2], step.reads[:2], dtypes, strict=True)
     return (scaled_ragged.multiply if sizes else SCALINGS[format.scaling].matmul)(
         params,
         [value.quantised(storage, format, dtype, options.axes) for value, storage, dtype in read],
