@@ -14,6 +14,7 @@ from jax import lax
 
 import mpjax
 from mpjax.casting.streams import additions_in_a_row, residual_additions
+from mpjax.program.hi_primitives import present
 from testing import measures
 from testing.sensitive import Kind, error_of_by_hand
 
@@ -104,7 +105,7 @@ def test_the_stream_is_float32_if_requested(fun):
     {"plain": 6, "called": 6, "checkpointed": 6, "scanned": 6, "one_addition": 3, "linen": 3, "nnx": 3}.items(),
 )
 def test_the_additions_of_a_stream_are_counted(name, count):
-    assert additions_in_a_row(jax.make_jaxpr(PROGRAMS[name])(W, X)) == count
+    assert additions_in_a_row(present(jax.make_jaxpr(PROGRAMS[name])(W, X))) == count
 
 
 def wide_layer(h, w):
