@@ -8,7 +8,7 @@ import functools
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -275,14 +275,20 @@ def _with_exact_results(jaxpr: Any, inside: bool = False) -> set[int]:
     return found
 
 
-def _of_constants(jaxpr: Any) -> set[int]:
-    """The matmuls, by `id`, of numbers that depend on no float: an identity, a one-hot matrix, a tangent of ones."""
+def _of_constants(jaxpr: Any, constant: Collection[int] = ()) -> set[int]:
+    """The matmuls, by `id`, of numbers that depend on no float: an identity, a one-hot matrix, a tangent of ones.
+
+    Inputs at the given positions don't, either.
+    """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    dependent, found = {v for v in jaxpr.invars if is_float(v.aval.dtype)}, set()
+    dependent = {v for i, v in enumerate(jaxpr.invars) if is_float(v.aval.dtype) and i not in constant}
+    found: set[int] = set()
     for eqn in jaxpr.eqns:
+        reads = [not hasattr(v, "val") and v in dependent for v in eqn.invars]
+        branched = eqn.primitive.name == "cond"
         for function in inner_jaxprs(eqn):
-            found |= _of_constants(function)
-        if any(not hasattr(v, "val") and v in dependent for v in eqn.invars):
+            found |= _of_constants(function, [i for i, each in enumerate(reads[1:]) if not each] if branched else ())
+        if any(reads):
             dependent.update(v for v in eqn.outvars if is_float(v.aval.dtype))
         elif eqn.primitive.name in MATMULS:
             found.add(id(eqn))
