@@ -22,6 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
 import mpjax
+from mpjax.program import compat
 
 CONSTANT = np.array([[0.4, -0.7, 0.2], [0.9, 0.3, -0.5], [-0.1, 0.6, 0.8]], np.float32)
 
@@ -180,6 +181,8 @@ def solve_once(matvec: Callable[..., Any], b: Any) -> Any:
 
 def root_near(x: Any, fun: Callable[..., Any]) -> Any:
     """A root of the identity plus a bounded function, minus `x`, from one iteration."""
+    # JAX can't differentiate a root that varies along more axes of a `shard_map` than its guess.
+    (x,) = compat.vary_like(fun(x), [x])
 
     def residual(y: Any) -> Any:
         return y + 0.1 * jnp.tanh(fun(y)) - x
