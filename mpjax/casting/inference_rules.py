@@ -67,7 +67,8 @@ def _deny(inference: Inference, eqn: Any, listing: Listing) -> Step:
     if listing is GATED and level == Level.FLOAT:
         step.outs = (Inferred(Level.FLOAT, FULL, gated=True),)
     if eqn.primitive is EXPONENTIALS:
-        step.outs, inference.unchanged = (Inferred(Level.HALF, HALF), Inferred(Level.FLOAT, FULL)), False
+        of_rows = [Inferred(Level.FLOAT, FULL)] * (len(eqn.outvars) - 1)
+        step.outs, inference.unchanged = (Inferred(Level.HALF, HALF), *of_rows), False
     return step
 
 

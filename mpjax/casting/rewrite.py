@@ -340,7 +340,7 @@ def _bind(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
 def _average(step: Step, operands: Sequence[Any], args: Sequence[Any]) -> Any:
     """An average of values, whose derivative for a parameter is float32."""
     full = [operands[i][FULL] if i in step.parameters else args[i] for i in range(2)]
-    return step.eqn.params["options"](args[:2], full, args[2])
+    return step.eqn.params["options"](args[:2], full, *args[2:])
 
 
 def _selects_activations(step: Step, args: Sequence[Any]) -> bool:

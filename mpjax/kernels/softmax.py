@@ -5,9 +5,15 @@ the scores. The derivative is that of `(e / sum(e)) V`: `e (de - sum(e * de) / s
 the divided cotangent and the values. It follows from `e` in half, which the matmul keeps, so that no score is kept.
 
 `sum(e * de) / sum(e)` cancels most of `de` where one score of a row outweighs the others, or where all values are
-alike. So both read the same rounded `de`, and the sum is that of the rounded `e`. (FlashAttention takes that term from
-the result, `sum(dout * out)`, which is cheaper. There, `de` isn't rounded. Here, gradients would have 2.5 times the
-error in such rows.)
+alike. Rounded apart, `de` and that term would give such rows 2.5 times the error. So where nothing but moves is between
+the exponentials and the product, the matmul subtracts it: with `dout` the divided cotangent, in half, that term is
+`sum(dout * out)`, as in FlashAttention, and `de` less that term is `[dout, -high, -low] [V, 1, 1]^T`, where `high` and
+`low` are the term in two half numbers. What the matmul rounds is the difference, and no pass over the scores computes a
+sum. Elsewhere (a dropout) both read the same rounded `de`, and the sum is that of the rounded `e`.
+
+What is left is one product in half, `e` times that difference, which XLA for GPUs computes in the matmul's kernel. A
+scale and masks after it would be a kernel of their own, so the scores receive it as it is: the scale is in the divided
+cotangent, the `e` of a hidden score is 0, and where a whole row is hidden, the cotangent is divided by infinity.
 """
 
 from __future__ import annotations
@@ -20,8 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad
 
 from mpjax.kernels import weight_gradients
+from mpjax.kernels.derivatives import set_derivative, set_identity
 
 
 def _rounded(x: Any, half: Any) -> jax.Array:
@@ -70,6 +79,55 @@ def _exponentials_jvp(axes: tuple[int, ...], half: Any, primals: Any, tangents: 
 
 
 @dataclasses.dataclass(frozen=True)
+class Centred:
+    """The exponentials of scores for an `Average` that subtracts the mean of their derivative.
+
+    Args:
+        axes: The axes to sum over.
+        half: The half dtype.
+        factor: By how much the scores were multiplied.
+        number: The number, far below all scores, that masks selected in place of some; None without masks.
+    """
+
+    axes: tuple[int, ...]
+    half: Any
+    factor: float = 1.0
+    number: float | None = None
+
+    def __call__(self, x: Any, scores: Any, top: Any) -> tuple[Any, Any, Any]:
+        """The exponentials in half, their sums, and by what the derivative of their average is divided, in float32.
+
+        Args:
+            x: Array, float32: the scores after their scale and masks.
+            scores: Array, float32: the scores before these, which receive the derivative.
+            top: The maximum of each row of `x`, with axes of size 1 or broadcast.
+        """
+        top = lax.stop_gradient(top)  # What is subtracted from all scores of a row changes no average.
+        low, sums = _centred_exponentials(self.axes, self.half, lax.stop_gradient(x) - top, scores)
+        divisor = sums / np.float32(self.factor)
+        if self.number is not None:
+            # Elsewhere, the exponential of a hidden score is 0.
+            for axis in self.axes:
+                top = lax.slice_in_dim(top, 0, 1, axis=axis)
+            divisor = jnp.where(lax.squeeze(top, self.axes) > np.float32(self.number) + 256, divisor, jnp.inf)
+        return low, sums, divisor
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _centred_exponentials(axes: tuple[int, ...], half: Any, x: Any, scores: Any) -> tuple[Any, Any]:
+    return exponentials(x, axes, half)
+
+
+@_centred_exponentials.defjvp
+def _centred_exponentials_jvp(axes: tuple[int, ...], half: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    low, sums = _centred_exponentials(axes, half, *primals)
+    low, ds = lax.optimization_barrier(low), tangents[1]
+    # A product in half alone, which XLA for GPUs computes in the kernel of the matmul.
+    de = low * lax.convert_element_type(ds, half)
+    return (low, sums), (de, jnp.sum(lax.convert_element_type(low, sums.dtype) * ds, axes))
+
+
+@dataclasses.dataclass(frozen=True)
 class Average:
     """A product of exponentials and values over the sums of the exponentials.
 
@@ -77,22 +135,102 @@ class Average:
         side: Which operand of the product the exponentials are.
         params: The other parameters of the product.
         layout: Brings the sums into the axes of the product.
+        width: The dimension of the values, and that of the product, that only these have, if the exponentials are
+            `Centred`: then the derivative for them is less its mean.
     """
 
     side: int
     params: tuple[tuple[str, Any], ...]
     layout: Any  # sums → sums
+    width: tuple[int, int] | None = None
 
     floats = (2,)
     kind = "allow: divided by the sums of its softmax afterwards"
 
-    def __call__(self, halves: tuple[Any, Any], operands: tuple[Any, Any], sums: Any) -> Any:
+    def __call__(self, halves: tuple[Any, Any], operands: tuple[Any, Any], sums: Any, divisor: Any = None) -> Any:
         """The average of the values for each row, in float32.
 
         Args:
             halves: The exponentials and the values, in half, in the order of the product.
             operands: The same; a parameter in float32.
             sums: The sums, float32.
+            divisor: By what the derivative for the exponentials is divided, float32, if they are `Centred`.
         """
-        params = {**dict(self.params), "preferred_element_type": np.dtype(np.float32)}
-        return weight_gradients.matmul(lax.dot_general_p, params, halves, operands, True) / self.layout(sums)
+        if self.width is None:
+            return self.average(halves, operands, sums)
+        return _centred(self, halves, operands, sums, divisor)
+
+    def average(self, halves: Any, operands: Any, sums: Any) -> Any:
+        """The same, with the derivative of the operations that it is made of."""
+        return weight_gradients.matmul(lax.dot_general_p, self._params, halves, operands, True) / self.layout(sums)
+
+    @property
+    def _params(self) -> dict[str, Any]:
+        return {**dict(self.params), "preferred_element_type": np.dtype(np.float32)}
+
+    def tangent(self, de: Any, values: Any, out: Any, divisor: Any) -> Any:
+        """The derivative for the exponentials: `(de V - sum(de) out) / divisor`, whose transpose is one matmul."""
+        assert self.width is not None
+        dim, at = self.width
+        size, half = values.shape[dim], values.dtype
+        ones = jnp.ones_like(lax.slice_in_dim(values, 0, 1, axis=dim))
+        wide = jnp.concatenate([values, ones, ones, *[jnp.zeros_like(ones)] * 6], dim)  # kernels read 8 at once
+        pair = (de, wide) if self.side == 0 else (wide, de)
+        both = weight_gradients.tangent.bind(*pair, matmul=lax.dot_general_p, half=half, wide=False, **self._params)
+        ends = (0, size), (size, size + 1), (size + 1, size + 2)
+        product, high, low = (lax.slice_in_dim(both, start, end, axis=at) for start, end in ends)
+        difference = product - _in_two.bind(high, low, half=half) * out
+        return _rounded_back.bind(difference, half=half) / self.layout(divisor)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _centred(options: Average, halves: Any, operands: Any, sums: Any, divisor: Any) -> Any:
+    return options.average(halves, operands, sums)
+
+
+@_centred.defjvp
+def _centred_jvp(options: Average, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (halves, operands, sums, divisor), (of_halves, of_operands, *_) = primals, tangents
+    which = 1 - options.side
+
+    def of_values(half: Any, operand: Any) -> Any:
+        pairs = [list(halves), list(operands)]
+        pairs[0][which], pairs[1][which] = half, operand
+        return options.average(pairs[0], pairs[1], sums)
+
+    out, for_values = jax.jvp(of_values, (halves[which], operands[which]), (of_halves[which], of_operands[which]))
+    # The exponentials are half as operands, too, and the derivative of a matmul is for its operands.
+    # Without the checkpoint, JAX would keep the longer values.
+    of_exponentials = jax.checkpoint(options.tangent, prevent_cse=False)
+    return out, for_values + of_exponentials(of_operands[options.side], halves[which], out, divisor)
+
+
+# Identities. The first rounds the cotangent, so that all that read it read the same; of the second's operands,
+# which are equal, one has the cotangent's half number, and the other one what that lacks.
+_rounded_back = Primitive("rounded_back")
+_in_two = Primitive("in_two")
+
+
+def _in_two_transpose(ct: Any, *operands: Any, half: Any) -> Any:
+    high = _rounded(ct, half)
+    return [high, ct - high]
+
+
+def _elementwise_batch(primitive: Any) -> Any:
+    def batch(args: Any, dims: Any, **params: Any) -> Any:
+        return primitive.bind(*(jnp.moveaxis(x, dim, 0) for x, dim in zip(args, dims, strict=True)), **params), 0
+
+    return batch
+
+
+for _each, _transpose in (
+    (_rounded_back, lambda ct, x, half: [_rounded(ct, half)]),
+    (_in_two, _in_two_transpose),
+):
+    set_identity(_each, _elementwise_batch(_each))
+    set_derivative(
+        _each,
+        lambda primals, tangents, out, params, _each=_each: _each.bind(*map(ad.instantiate_zeros, tangents), **params),
+        None,
+        _transpose,
+    )

@@ -6,6 +6,7 @@ made and masked, a dropout, the order of axes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from mpjax.casting.attention.axes import Axis, Dims, flat, fresh, joined
 from mpjax.casting.attention.find import add_values, normalised, product
 from mpjax.casting.attention.flat import Inlined
 from mpjax.casting.attention.layout import Layout, size_of
+from mpjax.casting.attention.masks import HIDES
 from mpjax.casting.attention.parts import Attention
 from mpjax.casting.attention.prepare import inlined
 from mpjax.casting.classify import classify
@@ -37,6 +39,10 @@ AVERAGE = jax.extend.core.Primitive("softmax_product")
 _KEEPS_ROWS = ("max", "stop_gradient", "broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims")
 # XLA for GPUs reduces shorter rows in the kernel that reads them anyway.
 SHORTEST = 129
+# It computes the derivative of exponentials in the matmul's kernel, if their mean is subtracted there. The copies of
+# values, and of a result's derivative, that are longer by 8 columns cost as much where rows are shorter than so many
+# times these.
+LONG = 4
 
 
 class _Found(NamedTuple):
@@ -76,7 +82,7 @@ def divided_last(jaxpr: Any, setting: Setting) -> Any:
     for found in _softmaxes(flow):
         listings = [classify(eqn, setting) for eqn in (found.top, found.exp, found.total, *found.path, found.values)]
         if listings[-1].op is Op.ALLOW and not any(each.entry or each.region for each in listings):
-            replaced |= _written(found, setting.half)
+            replaced |= _written(flow, found, setting.half)
     if not replaced:
         return original
     eqns = [new for eqn in jaxpr.eqns for new in replaced.get(id(eqn), [eqn])]
@@ -177,22 +183,89 @@ def _scales(flow: Inlined, v: Any, eqn: Any) -> bool:
     )
 
 
-def _written(found: _Found, half: np.dtype) -> dict[int, list[Any]]:
+def _written(flow: Inlined, found: _Found, half: np.dtype) -> dict[int, list[Any]]:
     """The equations that take the place of others, by the `id` of these."""
     top, exp, total, values, side, probabilities, path, layout = found
     (e,), (sums,), (m,) = exp.outvars, total.outvars, top.outvars
     raw = compat.new_variable(m)
     apart = top.replace(primitive=unfused, invars=[raw], params={"long": True})
 
-    def exponentials(x: Any) -> Any:
-        return softmax.exponentials(x, total.params["axes"], half)
-
-    first = exp.replace(primitive=EXPONENTIALS, outvars=[e, sums], params={"fun": exponentials})
+    axes, centred = total.params["axes"], _centred(flow, found, half)
+    if centred is None:
+        of_rows, read = [sums], exp.invars
+        fun: Any = functools.partial(softmax.exponentials, axes=axes, half=half)
+    else:
+        of_rows, (fun, read) = [sums, compat.new_variable(sums)], centred
+    first = exp.replace(primitive=EXPONENTIALS, invars=read, outvars=[e, *of_rows], params={"fun": fun})
     eqns = {id(eqn): [_reading(eqn, probabilities, e)] for eqn in (*path, values)}
     (whole,) = eqns[id(values)]
-    options = softmax.Average(side, tuple(values.params.items()), layout)
-    last = whole.replace(primitive=AVERAGE, invars=[*whole.invars, sums], params={**values.params, "options": options})
+    options = softmax.Average(side, tuple(values.params.items()), layout, centred and _width(values, side))
+    params = {**values.params, "options": options}
+    last = whole.replace(primitive=AVERAGE, invars=[*whole.invars, *of_rows], params=params)
     return eqns | {id(top): [top.replace(outvars=[raw]), apart], id(exp): [first], id(total): [], id(values): [last]}
+
+
+def _centred(flow: Inlined, found: _Found, half: np.dtype) -> tuple[softmax.Centred, list[Any]] | None:
+    """The exponentials whose derivative needs no pass over the scores, and what they read; None if it would not pay."""
+    x, shift = flow.maker(found.exp.invars[0]).invars
+    width, scores = _width(found.values, found.side), _scores(flow, x)
+    moved = all(primitive(eqn.primitive.name).moves for eqn in found.path)
+    if width is None or scores is None or not moved:
+        return None
+    axes = found.total.params["axes"]
+    keys = math.prod(x.aval.shape[axis] for axis in axes)
+    if keys < LONG * found.values.outvars[0].aval.shape[width[1]]:
+        return None
+    return softmax.Centred(axes, half, scores.factor, scores.number), [x, scores.v, shift]
+
+
+class _Scores(NamedTuple):
+    """What scales and masks were applied to, with the factor, and the highest number that hides a score, if any does.
+
+    The derivative for the scores is that for the arguments of the exponentials times the factor: a mask's derivative
+    changes nothing, since the exponential of a hidden score is 0.
+    """
+
+    v: Any
+    factor: float = 1.0
+    number: float | None = None
+
+
+def _scores(flow: Inlined, v: Any) -> _Scores | None:
+    """The scores before scales and masks; None if they are no product of queries and keys."""
+    found = _Scores(v)
+    while (before := _before(flow, found)) is not None and before.v.aval.shape == v.aval.shape:
+        found = before
+    maker = flow.maker(flow.stripped(found.v, fresh(v.aval.shape))[0])
+    return found if maker is not None and maker.primitive.name == "dot_general" else None
+
+
+def _before(flow: Inlined, scores: _Scores) -> _Scores | None:
+    """The scores before the equation that scales, shifts or masks them."""
+    eqn = flow.maker(scores.v)
+    name, ins = (eqn.primitive.name, eqn.invars) if eqn is not None else ("", [])
+    pairs = [ins, ins[::-1]] if name in ("mul", "add") else [ins] if name in ("div", "sub") else []
+    for x, other in pairs:
+        scale = flow.scalar(other)
+        if name in ("add", "sub") and not flow.reads_floats(other):
+            return scores._replace(v=x)
+        if name in ("mul", "div") and scale and math.isfinite(scale):
+            return scores._replace(v=x, factor=scores.factor * (scale if name == "mul" else 1 / scale))
+    for x, other in [ins[1:], ins[:0:-1]] if name == "select_n" and len(ins) == 3 else []:
+        number = flow.scalar(other)
+        if number is not None and (number := number * scores.factor) <= HIDES:
+            return scores._replace(v=x, number=max(number, scores.number or number))
+    return None
+
+
+def _width(values: Any, side: int) -> tuple[int, int] | None:
+    """The dimension of a product's values, and the one of its result, that only these have, if it is one."""
+    contract, batch = values.params["dimension_numbers"]
+    of_values = values.invars[1 - side].aval
+    free = [d for d in range(of_values.ndim) if d not in (*contract[1 - side], *batch[1 - side])]
+    if len(free) != 1 or values.primitive.name != "dot_general":
+        return None
+    return free[0], values.outvars[0].aval.ndim - 1 if side == 0 else len(batch[0])
 
 
 def _reading(eqn: Any, before: Any, after: Any) -> Any:

@@ -27,14 +27,14 @@ class Inlined(Dataflow):
         self.consts, self._values = consts, dict(consts)
         self._closed = set(consts)
         self._bits: set[Any] = set()  # What random bits determine, and no number that the program is given.
-        from_floats = {v for v in (*jaxpr.invars, *jaxpr.constvars) if compat.is_inexact(v.aval)}
+        floats = self._floats = {v for v in (*jaxpr.invars, *jaxpr.constvars) if compat.is_inexact(v.aval)}
         for eqn in self.eqns:
             read = set(variables(eqn.invars))
             apart = eqn.effects or primitive(eqn.primitive.name).foreign or _communicates(eqn)
             if read <= self._closed and not apart:
                 self._closed.update(eqn.outvars)
-            if not read.isdisjoint(from_floats):
-                from_floats.update(eqn.outvars)
+            if not read.isdisjoint(floats):
+                floats.update(eqn.outvars)
             elif not read.isdisjoint(self._bits) or "random" in eqn.primitive.name or "threefry" in eqn.primitive.name:
                 self._bits.update(eqn.outvars)
 
@@ -64,6 +64,10 @@ class Inlined(Dataflow):
     def is_random(self, v: Any) -> bool:
         """Whether random bits determine a variable, as they do the mask of a dropout."""
         return not isinstance(v, compat.Literal) and v in self._bits
+
+    def reads_floats(self, v: Any) -> bool:
+        """Whether a variable depends on a float input, for which it may have a derivative."""
+        return not isinstance(v, compat.Literal) and v in self._floats
 
     def is_constant(self, v: Any) -> bool:
         """Whether a variable depends on no input."""
