@@ -271,12 +271,16 @@ class _Stretches:
         return [*run[:first], region, *run[last + 1 :]]
 
     def _best_start(self, run: Sequence[Step], saved: Sequence[list[Read]], first: int, last: int) -> int:
-        """The start that minimises the stored bytes of a region that ends at `last`; the earliest of equals."""
+        """The start that minimises the stored bytes of a region that ends at `last`.
+
+        Of equals, one that the backward pass reads least for: the sum of a residual stream in place of what it adds, of
+        which something else stores one. Of these, the earliest.
+        """
         window = _Window(self, run, saved, first, last)
-        costs = {first: window.bytes}
+        costs = {first: (window.bytes, window.bytes_read)}
         for i in range(first - 1, max(first - _REACH, 0) - 1, -1):
             window.extend_before(run[i], saved[i])
-            costs[i] = window.bytes
+            costs[i] = window.bytes, window.bytes_read
         return min(costs, key=lambda i: (costs[i], i))
 
     def _best_end(
@@ -385,6 +389,11 @@ class _Window:
             self._add(reads)
         for i in range(first, last + 1):
             self.extend_after(run[i], saved[i])
+
+    @property
+    def bytes_read(self) -> int:
+        """The bytes of the activations that the region reads, whatever else stores them."""
+        return sum(_bytes(read) for read in self.ins.items() if not self.stretches.is_input_value(read[0]))
 
     def extend_before(self, step: Step, saved: Sequence[Read]) -> None:
         """Adds the step before the region."""

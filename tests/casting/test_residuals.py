@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from mpjax import autocast
@@ -36,3 +37,20 @@ def test_backward_pass_of_one_example_stores_no_more_than_in_float32(name):
     # A backward loop reads the half copies of its kernels, which were made before the forward loop.
     copies = sum(p.size * 2 for p in jax.tree.leaves(params) if p.ndim == 2) if name == "scan_lstm" else 0
     assert kept <= in_float32 + copies
+
+
+def test_backward_pass_of_a_norm_reads_the_sum_that_it_normalises():
+    """Not the two terms, of which the matmul before stores one anyway: the bytes are the same, and one is read."""
+
+    def loss(p, x):
+        h = x @ p["in"]
+        total = h + jax.nn.relu(h @ p["inner"]) @ p["outer"]
+        centred = total - total.mean(-1, keepdims=True)
+        normal = centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
+        return jnp.mean((normal @ p["out"]) ** 2)
+
+    p = {name: jnp.eye(16) for name in ("in", "inner", "outer", "out")}
+    _, backward = jax.vjp(autocast(loss, "mixed_bfloat16"), p, jnp.ones((8, 16)))
+    program = jax.make_jaxpr(backward)(jnp.float32(1))
+    added = [each.eqn for each in measures.equations(program) if each.eqn.primitive.name == "add"]
+    assert not [eqn for eqn in added if eqn.outvars[0].aval.shape == (8, 16)]
