@@ -255,7 +255,7 @@ class _Stretches:
             last = self._best_end(run, saved, results, first, wide[-1])
             if last == before:
                 break
-        window = _Window(self, run, saved, first, last)
+        window = Window(self, run, saved, first, last)
         ins, outs = tuple(window.ins.items()), _outs(results, first, last)
         without = sum(map(self._size_unpacked, {read for reads in saved for read in reads}))
         if not outs or without <= window.bytes:
@@ -276,7 +276,7 @@ class _Stretches:
         Of equals, one that the backward pass reads least for: the sum of a residual stream in place of what it adds, of
         which something else stores one. Of these, the earliest.
         """
-        window = _Window(self, run, saved, first, last)
+        window = Window(self, run, saved, first, last)
         costs = {first: (window.bytes, window.bytes_read)}
         for i in range(first - 1, max(first - _REACH, 0) - 1, -1):
             window.extend_before(run[i], saved[i])
@@ -290,7 +290,7 @@ class _Stretches:
 
         Outputs have cotangents, which the backward pass holds when it enters the region, so half outputs are better.
         """
-        window = _Window(self, run, saved, first, last)
+        window = Window(self, run, saved, first, last)
         costs = {last: window.bytes}
         for i in range(last + 1, min(last + _REACH, len(run))):
             window.extend_after(run[i], saved[i])
@@ -376,7 +376,7 @@ def _bytes(read: Read) -> int:
     return compat.numel(v.aval) * _ITEMSIZE.get(storage, v.aval.dtype.itemsize)
 
 
-class _Window:
+class Window:
     """A region that grows step by step, and the bytes that the run then stores."""
 
     def __init__(self, stretches: _Stretches, run: Sequence[Step], saved: Sequence[list[Read]], first: int, last: int):
