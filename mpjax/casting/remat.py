@@ -392,8 +392,15 @@ class Window:
 
     @property
     def bytes_read(self) -> int:
-        """The bytes of the activations that the region reads, whatever else stores them."""
-        return sum(_bytes(read) for read in self.ins.items() if not self.stretches.is_input_value(read[0]))
+        """The bytes of the activations that the region reads, whatever else stores them.
+
+        0 if what regions read is kept in eight bits, apart from what matmuls store.
+        """
+        return (
+            0
+            if self.stretches.packs
+            else sum(_bytes(read) for read in self.ins.items() if not self.stretches.is_input_value(read[0]))
+        )
 
     def extend_before(self, step: Step, saved: Sequence[Read]) -> None:
         """Adds the step before the region."""
