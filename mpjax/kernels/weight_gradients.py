@@ -203,7 +203,7 @@ def _tangent_transpose(
 ) -> Sequence[Any]:
     if type(ct) is ad.Zero:
         return [None] * len(operands)
-    ct = _cast(ct, half)
+    ct = _cast(ct, half)  # float32 where the tangent is, as in `mpjax.kernels.softmax`
     which = 0 if ad.is_undefined_primal(operands[0]) else 1
     aval = operands[which].aval
     factors = [x if ad.is_undefined_primal(x) else _half_copy(x, half) for x in operands[:2]]

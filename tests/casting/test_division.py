@@ -103,21 +103,15 @@ def where_dropout(q, k, v):
     return average(jnp.where(jax.random.bernoulli(jax.random.key(0), 0.75, weights.shape), weights / 0.75, 0.0), v)
 
 
-LATER = (
-    {
-        fun.__name__: fun
-        for fun in (einsum, masked, by_hand, keys_first, flat_batch, two_axes, one_query, in_a_scan, flax_dropout)
-    }
-    | {fun.__name__: fun for fun in (scaled, scaled_after_its_mask, two_masks, rows_without_keys, with_bias)}
-    | {
-        "where_dropout": where_dropout,
-        "flax": nn.dot_product_attention,
-        "jax": functools.partial(jax.nn.dot_product_attention, is_causal=True),
-        "stopped": functools.partial(by_hand, shift=lambda s: lax.stop_gradient(s.max(-1, keepdims=True))),
-        "reciprocal": functools.partial(by_hand, over=lambda e, total: e * (1 / total)),
-        "remat": jax.checkpoint(einsum),
-    }
-)
+WAYS = [einsum, masked, by_hand, keys_first, flat_batch, two_axes, one_query, in_a_scan, flax_dropout, where_dropout]
+WAYS += [scaled, scaled_after_its_mask, two_masks, rows_without_keys, with_bias]
+LATER = {fun.__name__: fun for fun in WAYS} | {
+    "flax": nn.dot_product_attention,
+    "jax": functools.partial(jax.nn.dot_product_attention, is_causal=True),
+    "stopped": functools.partial(by_hand, shift=lambda s: lax.stop_gradient(s.max(-1, keepdims=True))),
+    "reciprocal": functools.partial(by_hand, over=lambda e, total: e * (1 / total)),
+    "remat": jax.checkpoint(einsum),
+}
 
 
 def returned(q, k, v):
@@ -224,6 +218,23 @@ def test_the_derivative_of_scores_is_one_product_in_half(attention):
     of_scores = [eqn for eqn in eqns if "jaxpr" not in eqn.params and eqn.outvars[0].aval.size == B * N * T * T]
     names = {(eqn.primitive.name, str(eqn.outvars[0].aval.dtype)) for eqn in of_scores}
     assert {each for each in names if each[0] not in MOVES} == {("dot_general", "float32"), ("mul", "bfloat16")}
+
+
+def results_of_exponentials(attention):
+    found = kind(attention)
+    rows = mpjax.explain(cast(found.loss), found.params, found.batch).rows
+    return next(row.dtypes_out for row in rows if row.op == "softmax_exponentials")
+
+
+@pytest.mark.parametrize("attention", [with_bias, flax_dropout, where_dropout])
+def test_biases_with_a_gradient_and_dropouts_keep_the_mean_of_the_scores(attention):
+    assert results_of_exponentials(attention) == ("bfloat16", "float32")
+
+
+def test_rows_that_are_short_for_their_values_keep_the_mean_of_the_scores(monkeypatch):
+    assert results_of_exponentials(einsum) == ("bfloat16", "float32", "float32")
+    monkeypatch.setattr(division, "LONG", T // H + 1)
+    assert results_of_exponentials(einsum) == ("bfloat16", "float32")
 
 
 def along(fun, direction):

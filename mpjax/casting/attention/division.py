@@ -190,23 +190,24 @@ def _written(flow: Inlined, found: _Found, half: np.dtype) -> dict[int, list[Any
     raw = compat.new_variable(m)
     apart = top.replace(primitive=unfused, invars=[raw], params={"long": True})
 
-    axes, centred = total.params["axes"], _centred(flow, found, half)
-    if centred is None:
-        of_rows, read = [sums], exp.invars
-        fun: Any = functools.partial(softmax.exponentials, axes=axes, half=half)
-    else:
-        of_rows, (fun, read) = [sums, compat.new_variable(sums)], centred
+    of_rows, read, width = [sums], exp.invars, None
+    fun: Any = functools.partial(softmax.exponentials, axes=total.params["axes"], half=half)
+    if (centred := _centred(flow, found, half)) is not None:
+        of_rows, (fun, read, width) = [sums, compat.new_variable(sums)], centred
     first = exp.replace(primitive=EXPONENTIALS, invars=read, outvars=[e, *of_rows], params={"fun": fun})
     eqns = {id(eqn): [_reading(eqn, probabilities, e)] for eqn in (*path, values)}
     (whole,) = eqns[id(values)]
-    options = softmax.Average(side, tuple(values.params.items()), layout, centred and _width(values, side))
+    options = softmax.Average(side, tuple(values.params.items()), layout, width)
     params = {**values.params, "options": options}
     last = whole.replace(primitive=AVERAGE, invars=[*whole.invars, *of_rows], params=params)
     return eqns | {id(top): [top.replace(outvars=[raw]), apart], id(exp): [first], id(total): [], id(values): [last]}
 
 
-def _centred(flow: Inlined, found: _Found, half: np.dtype) -> tuple[softmax.Centred, list[Any]] | None:
-    """The exponentials whose derivative needs no pass over the scores, and what they read; None if it would not pay."""
+def _centred(flow: Inlined, found: _Found, half: np.dtype) -> tuple[softmax.Centred, list[Any], tuple[int, int]] | None:
+    """The exponentials whose derivative needs no pass over the scores, what they read, and the width of the values.
+
+    None if it would not pay.
+    """
     x, shift = flow.maker(found.exp.invars[0]).invars
     width, scores = _width(found.values, found.side), _scores(flow, x)
     moved = all(primitive(eqn.primitive.name).moves for eqn in found.path)
@@ -216,7 +217,7 @@ def _centred(flow: Inlined, found: _Found, half: np.dtype) -> tuple[softmax.Cent
     keys = math.prod(x.aval.shape[axis] for axis in axes)
     if keys < LONG * found.values.outvars[0].aval.shape[width[1]]:
         return None
-    return softmax.Centred(axes, half, scores.factor, scores.number), [x, scores.v, shift]
+    return softmax.Centred(axes, half, scores.factor, scores.number), [x, scores.v, shift], width
 
 
 class _Scores(NamedTuple):
