@@ -473,7 +473,8 @@ def _apply(eqn: Any, args: list[Array]) -> list[Any]:
             rule = numpy_rules.threefry_bits if name == "random_bits" else lambda eqn, *args: None
         out = rule(eqn, *args)
         return _evaluated_with_jax(eqn, args) if out is None else [out]
-    out = _RULES[name](eqn, *args) if name in _RULES else None
+    # NumPy has no arrays of keys.
+    out = _RULES[name](eqn, *args) if name in _RULES and not any(isinstance(x, jax.Array) for x in args) else None
     if out is None:
         return _evaluated_with_jax(eqn, args)
     return list(out) if eqn.primitive.multiple_results else [out]

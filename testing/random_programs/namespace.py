@@ -185,7 +185,8 @@ def root_near(x: Any, fun: Callable[..., Any]) -> Any:
     (x,) = compat.vary_like(fun(x), [x])
 
     def residual(y: Any) -> Any:
-        return y + 0.1 * jnp.tanh(fun(y)) - x
+        # Nor one whose function changes the dtype, as one that returns float32 for a guess that a region cast to half.
+        return (y + 0.1 * jnp.tanh(fun(y)) - x).astype(x.dtype)
 
     return lax.custom_root(residual, x, lambda f, y: y - f(y), solve_once)
 

@@ -44,3 +44,11 @@ def test_a_reduction_to_a_dtypes_own_precision_keeps_subnormal_numbers():
         x = np.array([3e-5, 1e-6, 1], dtype)
         for out in (in_numpy(reduced)(x), jax.jit(reduced)(x)):
             np.testing.assert_allclose(np.asarray(out, np.float64), kept, rtol=0.02)
+
+
+def test_keys_move_as_arrays_do():
+    def drawn(x):
+        keys = jnp.broadcast_to(jax.random.key(0), (3, 2)).T.reshape(3, 2)[1:]
+        return x[0, 0, 0] + jax.vmap(jax.vmap(jax.random.uniform))(keys)
+
+    np.testing.assert_allclose(in_numpy(drawn)(X), jax.jit(drawn)(X), rtol=1e-6)
