@@ -47,29 +47,48 @@ def _inside(eqn: Any) -> Any:
 
 def _outside(eqn: Any) -> list[Any]:
     """A checkpoint that returns what it adds, and the additions; any other equation alone."""
-    if eqn.primitive.name not in _CHECKPOINTS or eqn.params["differentiated"]:
-        return [eqn]
+    is_checkpoint = eqn.primitive.name in _CHECKPOINTS and not eqn.params["differentiated"]
+    return _split(eqn) if is_checkpoint else [eqn]
+
+
+def _split(eqn: Any) -> list[Any]:
+    """A call that returns what it adds, and the additions; the call alone if it adds to none of its inputs."""
     (inner,) = sub_jaxprs(eqn)
-    body = inner.opened
-    flow = Dataflow(body.eqns)
-    new: list[Any] = []
-    after: list[Any] = []
-    returned, outvars = list(body.outvars), list(eqn.outvars)
-    for k, v in enumerate(body.outvars):
-        found = _stream(flow, body.invars, v)
-        if found is None:
-            continue
-        i, add, addends = found
-        returned[k] = functools.reduce(functools.partial(_sum, add, new), addends)
-        outvars[k] = compat.new_variable(v)
+    changed, sums = _apart(inner.opened)
+    if not sums:
+        return [eqn]
+    outvars, after = list(eqn.outvars), []
+    for k, i, add in sums:
+        outvars[k] = compat.new_variable(eqn.outvars[k])
         total = add.replace(invars=[eqn.invars[i], outvars[k]], outvars=[eqn.outvars[k]])
         after.append(compat.in_scopes_of(total, eqn))
-    if not after:
-        return [eqn]
-    changed = body.replace(eqns=[*body.eqns, *new], outvars=returned)
+    return [compat.with_sub_jaxpr(eqn, inner.jaxpr, changed).replace(outvars=outvars), *after]
+
+
+@once_per_jaxpr
+def _apart(body: Any) -> tuple[Any, list[tuple[int, int, Any]]]:
+    """The jaxpr of a call without its additions to a stream, and the index of the result and of the input of each."""
+    eqns = [new for eqn in body.eqns for new in (_split(eqn) if _is_jitted(eqn) else [eqn])]
+    flow = Dataflow(eqns)
+    new: list[Any] = []
+    sums, returned = [], list(body.outvars)
+    for k, v in enumerate(body.outvars):
+        found = _stream(flow, body.invars, v)
+        if found is not None:
+            i, add, addends = found
+            returned[k] = functools.reduce(functools.partial(_sum, add, new), addends)
+            sums.append((k, i, add))
+    if not sums:
+        return None, []
+    changed = body.replace(eqns=[*eqns, *new], outvars=returned)
     changed = changed.replace(eqns=live_equations(changed))
     derivative_rules.inherit(changed, body)
-    return [compat.with_sub_jaxpr(eqn, inner.jaxpr, changed).replace(outvars=outvars), *after]
+    return changed, sums
+
+
+def _is_jitted(eqn: Any) -> bool:
+    row = primitive(eqn.primitive.name)
+    return row.call and not row.rule and eqn.primitive.name not in _CHECKPOINTS and len(sub_jaxprs(eqn)) == 1
 
 
 def _sum(add: Any, eqns: list[Any], a: Any, b: Any) -> Any:

@@ -135,16 +135,19 @@ def test_the_stream_of_a_deep_network_is_as_exact_as_by_hand(wrap):
         h, _ = lax.scan(lambda h, each: (wrap(layer)(h, each), None), x @ w[0], w)
         return jnp.mean((normalised(h) @ w[0]) ** 2)
 
-    rng = np.random.default_rng(0)
-    w, x = np.float32(rng.normal(size=(40, 16, 16)) / 8), np.float32(rng.normal(size=(4, 16)))
+    draw = lambda seed: np.random.default_rng(seed).normal(size=(41, 16, 16)).astype(np.float32) / 8
+    drawn = [(w[:40], 8 * w[40, :4]) for w in map(draw, range(4))]
     auto, half = (functools.partial(mpjax.autocast, policy="mixed_bfloat16", rules=rules) for rules in (None, HALF))
-    assert error_of_by_hand(Kind(deep, w, x), auto, jnp.dtype("bfloat16")) <= 1.3
-    kept, kept_in_half = (measures.residual_bytes(fun(deep), w, x) for fun in (auto, half))
+
+    def error(fun):  # One draw may be exact, or not, by luck.
+        return np.mean([error_of_by_hand(Kind(deep, *args), fun, jnp.dtype("bfloat16")) for args in drawn])
+
+    assert error(auto) <= 1.3
+    kept, kept_in_half = (measures.residual_bytes(fun(deep), *drawn[0]) for fun in (auto, half))
     if wrap is KEEPING["three additions"]:  # Its layers, which are wider, are less exact than the sums.
         assert kept <= kept_in_half
         return
-    least = 1.8 if wrap is KEEPING["all"] else 1.5
-    assert error_of_by_hand(Kind(deep, w, x), half, jnp.dtype("bfloat16")) > least
+    assert error(half) > 1.5
     assert kept == kept_in_half
 
 
