@@ -1,10 +1,9 @@
-"""Differences from a number that a value has where its argument is 0: `exp(h) - 1`, `1 - cos(h)`, `2 * sigmoid(h) - 1`.
+"""Differences from a number that a value has where its argument is 0, or at an end: `exp(h) - 1`, `1 + tanh(h)`.
 
-Small arguments are common (a network's layers begin so), and then the difference cancels: rounded before it, nothing
-of the value is left. `1 - sigmoid(h)`, a gate, is 0.5 there and does not. `1 - tanh(h)²` cancels where `h` is large, of
-either sign. `1 - sigmoid(h)` and `1 + tanh(h)` cancel on one side. Mostly that is seen by nobody: the first weighs
-something else, and the second, of a GELU, is multiplied with `h`, and small beside what it is where `h` is positive.
-But where a matmul reads them, they are the units of a layer; and where one reads `sigmoid(h)`, its derivative.
+Small arguments are common (a network's layers begin so), and then `exp(h) - 1`, `1 - cos(h)` and `2 * sigmoid(h) - 1`
+cancel: rounded before it, nothing of the value is left. So do `1 - tanh(h)²` where `h` is large, and `1 + tanh(h)`, of
+a GELU, where all of `h` is about -3, as a bias may have it. `1 - sigmoid(h)`, a gate, is 0.5 at 0, but cancels where
+the gate is open.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from mpjax.program.primitives import primitive
 _DEEP = 8
 
 
-def cancels(jaxpr: Any, eqn: Any, at_one_end: bool = False) -> bool:
-    """Whether an addition or subtraction takes a number from a value that is this number at 0, or at both ends.
+def cancels(jaxpr: Any, eqn: Any, at_one_end: bool = True) -> bool:
+    """Whether an addition or subtraction takes a number from a value that is this number at 0, or at an end.
 
     Args:
         jaxpr: The program.

@@ -33,6 +33,7 @@ from mpjax.casting.lattice import (
     literal_level,
     made_from,
     softened,
+    storage_of,
 )
 from mpjax.casting.packing import mark_gated, mark_packed
 from mpjax.casting.plan import Action, MatmulCounts, Plan, Step, counts_of
@@ -310,6 +311,11 @@ class Inference:
         # The derivative of a product keeps the factor: of a computed one, such as a dropout's mask, the half copy.
         factor = eqn.invars[found[0]]
         return () if row.multiplies and found[0] in whole and self.values[factor].level != Level.INPUT else found
+
+    def biases(self, eqn: Any, listing: Listing) -> tuple[int, ...]:
+        """The parameter that an equation adds to an activation of which half is stored."""
+        added = self._rounded_once(eqn, listing) if primitive(eqn.primitive.name).adds else ()
+        return added if added and storage_of(self.value(eqn.invars[1 - added[0]])) == HALF else ()
 
     def _scaled(self, eqn: Any) -> Decision | None:
         """Whether a matmul runs in a format with scales; None if it is no matmul, or the policy has none."""

@@ -106,7 +106,10 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     if level == Level.HALF and row.adds and _updates_input(inference, eqn):
         return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: updates an input of the program")
     if level == Level.HALF and used & Use.AMPLIFIED and used & Use.ANY_HALF:
-        return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: its rounding would be amplified")
+        step = inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: its rounding would be amplified")
+        step.biases = inference.biases(eqn, listing)
+        inference.unchanged = inference.unchanged and not step.biases
+        return step
     if level == Level.HALF and used & Use.HALF and used & Use.FLOAT and not used & Use.MAY_HALF:
         return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: a float32 operation reads it too")
     if level == Level.HALF and used & Use.SUMMED:

@@ -106,7 +106,9 @@ def _amplifies(eqns: Iterable[Any], rounded: set[Any], jaxpr: Any) -> bool:
             continue
         row = primitive(eqn.primitive.name)
         inner = [(sub.opened, sub.operands) for sub in sub_jaxprs(eqn)]
-        if row.amplifies == "all" or (row.amplifies == "second" and reads[1]) or (row.adds and cancels(jaxpr, eqn)):
+        # Values of a GELU are packed: `1 + tanh(h)` is small only beside what it is for other `h`.
+        cancelled = row.adds and cancels(jaxpr, eqn, at_one_end=False)
+        if row.amplifies == "all" or (row.amplifies == "second" and reads[1]) or cancelled:
             return True
         if _chooses(eqn, row):
             return True

@@ -44,6 +44,7 @@ class Step:
             float32 before the cast, because the derivative with respect to them is a sum.
         rounded_once: Whether it adds or multiplies an activation and a parameter in float32, and rounds the
             result. The rounding of the parameter would be the same error in each row of a batch, and not average out.
+        biases: Indices of the parameters that it adds, in float32, to an activation of which half is stored.
         parameters: Indices of the operands of a matmul that are parameters. The backward pass reads them in float32,
             so that no half copy is stored.
         wide_gradients: Whether the matmul writes their gradients in float32.
@@ -64,6 +65,7 @@ class Step:
     half: bool = False
     broadcast: tuple[int, ...] = ()
     rounded_once: bool = False
+    biases: tuple[int, ...] = ()
     parameters: tuple[int, ...] = ()
     wide_gradients: bool = True
     half_move: bool = False

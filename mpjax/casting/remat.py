@@ -363,7 +363,7 @@ def _signature(region: RematRegion) -> Any:
         eqn, info = step.eqn, step.eqn.source_info
         inner = () if step.inner is None else (*map(id, step.inner.plans), step.inner.convention)
         variables = tuple(map(number, eqn.invars)), tuple(map(number, eqn.outvars))
-        how = step.action, step.reads, step.outs, step.broadcast, step.rounded_once, step.half, inner
+        how = step.action, step.reads, step.outs, step.broadcast, step.rounded_once, step.biases, step.half, inner
         params = tuple(eqn.params.items())
         steps.append((eqn.primitive, params, eqn.ctx, variables, how, info.name_stack.stack[depth:], info.traceback))
     return ins, region.is_input, tuple((number(v), storage) for v, storage in region.outs), tuple(steps)

@@ -307,6 +307,10 @@ def _bind(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
             return [value_of(_added(step, args, shape, params), HALF, half)]
         for i in step.broadcast:
             args[i] = staging.cast(_broadcast(args[i], shape), half)
+    if step.biases and not compat.under_jet():
+        shape = eqn.outvars[0].aval.shape
+        for i in step.biases:
+            args[i] = weight_gradients.rounded_cotangent.bind(_broadcast(args[i], shape), half=half)
     if step.half:
         params = _half_params(eqn.primitive.name, params, half)
     if eqn.primitive.name in MATMULS and compat.in_named_axes():

@@ -20,7 +20,7 @@ from mpjax.casting.setting import FLOAT32, IN_HALF, Setting, tracked
 from mpjax.casting.streams import gated_additions, residual_additions
 from mpjax.casting.updates import repeated_updates
 from mpjax.program import compat
-from mpjax.program.dataflow import variables
+from mpjax.program.dataflow import dataflow, variables
 from mpjax.program.derivative_rules import closed_over
 from mpjax.program.graph import sub_jaxprs
 from mpjax.program.primitives import Op, Saves, primitive
@@ -176,7 +176,7 @@ def _of_operands(jaxpr: Any, eqn: Any, of: Mapping[Any, Use], listing: Listing, 
     if (
         row.amplifies == "all"
         or (row.amplifies == "equals" and _of_one_shape(eqn))
-        or (row.adds and cancels(jaxpr, eqn, _is_direct(eqn, of)))
+        or (row.adds and cancels(jaxpr, eqn, _is_direct(eqn, of) or _is_recomputed(jaxpr, eqn, setting)))
         or to_integers
         or steps
         or (out & Use.AMPLIFIED and (not row.kernel or listing.op is Op.INFER))
@@ -200,6 +200,16 @@ def _adds_number(eqn: Any) -> bool:
 def _is_direct(eqn: Any, of: Mapping[Any, Use]) -> bool:
     """Whether an operation in half reads an equation's result, or an operand of it, directly or after moves."""
     return any(of.get(v, Use.NONE) & Use.HALF for v in (*variables(eqn.invars), *eqn.outvars))
+
+
+def _is_recomputed(jaxpr: Any, eqn: Any, setting: Setting) -> bool:
+    """Whether no float32 operand of an equation is kept for a backward pass.
+
+    A GELU's `tanh` has another reader where the program itself differentiates it.
+    """
+    flow = dataflow(jaxpr)
+    read_once = all(len(flow.readers.get(v, ())) == 1 and v not in flow.returned for v in variables(eqn.invars))
+    return read_once and setting.rules.residuals != "full"
 
 
 def _of_one_shape(eqn: Any) -> bool:

@@ -50,6 +50,7 @@ result = Primitive("matmul_result")
 tangent = Primitive("matmul_tangent")
 straight_through = Primitive("straight_through")
 aligned = Primitive("aligned")
+rounded_cotangent = Primitive("rounded_cotangent")
 
 
 def is_pointwise(params: dict[str, Any], kernel: Sequence[int]) -> bool:
@@ -346,6 +347,11 @@ def _straight_through_transpose(ct: Any, copy: Any, master: Any) -> Sequence[Any
     return [None, compat.with_weak_type(_cast(ct, master.aval.dtype), master.aval)]
 
 
+def _transpose_rounded(ct: Any, x: Any, *, half: np.dtype) -> Sequence[Any]:
+    # Between the signs, XLA would drop the rounding as excess precision.
+    return [ct if type(ct) is ad.Zero else -_cast(-_cast(ct, half), x.aval.dtype)]
+
+
 def _straight_through_batch(args: Sequence[Any], dims: Sequence[Any]) -> Any:
     copy, master = args
     if dims[0] == dims[1]:
@@ -444,6 +450,17 @@ set_derivative(straight_through, _tangent_of_master, (1,), _straight_through_tra
 # The first operand is mapped by `vmap` if the second one is, over its leading dimension.
 set_identity(aligned, _aligned_batch)
 set_derivative(aligned, _tangent_of_aligned, (0,), lambda ct, x, like: [ct, None])
+
+# The identity on a bias, broadcast, that is added to an activation in float32. Both cotangents are then the same half
+# array, and one kernel of a GPU writes it for the activation and sums it up for the bias. Otherwise it is written in
+# float32, for both.
+set_identity(rounded_cotangent, lambda args, dims, **params: (rounded_cotangent.bind(*args, **params), dims[0]))
+set_derivative(
+    rounded_cotangent,
+    lambda _, tangents, out, params: rounded_cotangent.bind(tangents[0], **params),
+    None,
+    _transpose_rounded,
+)
 
 set_identity(result, _result_batch)
 set_derivative(result, _tangent_of_result, (1, 2), _result_transpose)

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import mpjax
 from mpjax.kernels.packed import PACKINGS, pack, unpack
 from testing import measures
+from testing.random_programs.evaluate import in_numpy
 
 KEY = jax.random.key(0, impl="threefry2x32")
 FORMATS = tuple(PACKINGS)
@@ -110,10 +111,10 @@ def test_stochastic_rounding_has_no_bias_and_repeats(name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_forward_pass_is_that_of_half_and_the_gradient_is_close(name, policy):
     w, x = weights(), normal(32, 64, seed=1)
-    exact = jax.jit(jax.grad(loss))(w, x)
+    exact = in_numpy(jax.grad(loss))(w, x)
     values, gradients = {}, {}
-    for residuals in ("half", name):
-        fun = jax.jit(jax.value_and_grad(cast(loss, residuals, policy)))
+    for residuals in ("half", name):  # Compiled, the same operations may differ in the last bit, by what is fused.
+        fun = in_numpy(jax.value_and_grad(cast(loss, residuals, policy)))
         values[residuals], gradients[residuals] = fun(w, x)
     assert values[name] == values["half"]
     errors = {residuals: measures.relative_error(found, exact) for residuals, found in gradients.items()}

@@ -277,3 +277,42 @@ def test_backward_loop_reads_the_half_kernel_of_the_forward_loop():
     sites = walk(jax.make_jaxpr(jax.grad(autocast(_recurrent)))(w, x))
     casts = [s.inside for s in sites if s.name == "convert_element_type" and s.invars[0].aval.shape == w.shape]
     assert casts == [()]
+
+
+def biased(b, x):
+    return jnp.mean((jax.nn.gelu(x @ W + b) @ W) ** 2)
+
+
+DERIVATIVES = {
+    "grad": lambda f: jax.grad(f),
+    "jacfwd": lambda f: jax.jacfwd(f),
+    "hessian": lambda f: jax.hessian(f),
+    "vmap of grad": lambda f: lambda b, x: jax.vmap(jax.grad(f), (None, 0))(b, x),
+    "grad of vmap": lambda f: jax.grad(lambda b, x: jax.vmap(f, (0, None))(jnp.stack([b, 2 * b]), x).sum()),
+    "scan": lambda f: jax.grad(lambda b, x: lax.scan(lambda c, x: (c + f(b, x), None), 0.0, x)[0]),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_a_bias_that_is_added_in_float32_has_the_right_gradient(name):
+    transform, b = DERIVATIVES[name], jnp.linspace(-3, 1, 8)
+    found = jax.jit(transform(autocast(biased, "mixed_bfloat16")))(b, X)
+    np.testing.assert_allclose(found, jax.jit(transform(biased))(b, X), atol=0.02 * float(jnp.abs(found).max()))
+
+
+def test_a_bias_and_its_activation_have_one_cotangent():
+    """A GPU's kernel that writes the half cotangent sums it up. XLA reads a float32 one twice, once it was written."""
+    jaxpr = jax.make_jaxpr(jax.grad(autocast(biased, "mixed_bfloat16")))(jnp.zeros(8), X)
+    eqns = [site.eqn for site in walk(jaxpr)]
+    makers = {v: eqn for eqn in eqns for v in eqn.outvars}
+    (sum_,) = (
+        e
+        for e in eqns
+        if e.primitive.name == "reduce_sum" and e.invars[0].aval.shape == X.shape and e.outvars[0].aval.ndim
+    )
+    chain = [sum_]
+    for _ in range(4):
+        chain.append(makers[chain[-1].invars[0]])
+    assert [eqn.primitive.name for eqn in chain[1:]] == ["neg", "convert_element_type", "neg", "convert_element_type"]
+    assert chain[3].outvars[0].aval.dtype == jnp.bfloat16
