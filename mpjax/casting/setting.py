@@ -71,6 +71,7 @@ class Setting:
         owners: The module paths of equations whose scopes don't name an instance.
         scaled: The options of matmuls in formats with scales; None if there are none.
         deep: Whether a residual stream of the program has so many additions that its roundings would add up.
+        steps: Whether the program is the body of a loop whose iterations are steps of one map, and no layers.
     """
 
     half: np.dtype
@@ -88,13 +89,22 @@ class Setting:
     owners: Owners = NOBODY
     scaled: ScaledSetting | None = None
     deep: bool = False
+    steps: bool = False
 
     def __hash__(self) -> int:
         return self._hash
 
     @functools.cached_property
     def _hash(self) -> int:
-        flags = (self.recompute, self.folded, self.looped, self.invariants, self.in_rule, self.keeps_carries)
+        flags = (
+            self.recompute,
+            self.folded,
+            self.looped,
+            self.invariants,
+            self.in_rule,
+            self.keeps_carries,
+            self.steps,
+        )
         return hash((self.half, self.rules, self.region, flags, self.path, self.owners))
 
     @property
@@ -106,7 +116,7 @@ class Setting:
     def wide_stream(self) -> bool:
         """Whether the sums of a residual stream are float32."""
         choice = self.rules.residual_stream
-        return choice == "float32" or (choice == "auto" and self.deep)
+        return not self.steps and (choice == "float32" or (choice == "auto" and self.deep))
 
     @property
     def packs(self) -> bool:

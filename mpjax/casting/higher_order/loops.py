@@ -83,8 +83,14 @@ def _uses_fixed_point(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> tupl
         wanted = wider  # Uses only grow, so this ends.
 
 
+def _of_steps(setting: Setting, body: SubJaxpr) -> Setting:
+    steps = any(added_to(body, i) and is_one_map(body, i) for i in range(body.carry))
+    return setting if steps == setting.steps else dataclasses.replace(setting, steps=steps)
+
+
 def _uses(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
     condition, body = _condition_and_body(eqn)
+    setting = _of_steps(setting, body)
     wanted, of_body = _uses_fixed_point(eqn, outs, setting)
     consts = _uses_of_condition(condition, setting)[: condition.consts] if condition else ()
     inputs = list(of_body.inputs)
@@ -99,7 +105,7 @@ def _uses(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> Sequence[Use]:
 def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     condition, body = _condition_and_body(eqn)
     consts, init, scanned = body.split(eqn.invars)
-    setting = inference.setting.inside(eqn, listing.region, body.consts)
+    setting = _of_steps(inference.setting.inside(eqn, listing.region, body.consts), body)
     wanted, _ = _uses_fixed_point(eqn, inference.wanted_of(eqn), setting)
     planned, carry = _carry_fixed_point(inference, eqn, body, operand_dtypes(inference, scanned), wanted, setting)
     outs = [*carry, *planned.outs[body.carry :]]
