@@ -3,7 +3,8 @@
 Small arguments are common (a network's layers begin so), and then `exp(h) - 1`, `1 - cos(h)` and `2 * sigmoid(h) - 1`
 cancel: rounded before it, nothing of the value is left. So do `1 - tanh(h)²` where `h` is large, and `1 + tanh(h)`, of
 a GELU, where all of `h` is about -3, as a bias may have it. `1 - sigmoid(h)`, a gate, is 0.5 at 0, but cancels where
-the gate is open.
+the gate is open. What cancels at one end only is float32 where that keeps nothing more, or where a matmul reads it
+(`uses`).
 """
 
 from __future__ import annotations
