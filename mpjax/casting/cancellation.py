@@ -25,7 +25,7 @@ from mpjax.program.primitives import primitive
 _DEEP = 8
 
 
-def cancels(jaxpr: Any, eqn: Any, at_one_end: bool = True) -> bool:
+def cancels(jaxpr: Any, eqn: Any, at_one_end: bool) -> bool:
     """Whether an addition or subtraction takes a number from a value that is this number at 0, or at an end.
 
     Args:

@@ -348,7 +348,7 @@ def _straight_through_transpose(ct: Any, copy: Any, master: Any) -> Sequence[Any
 
 
 def _transpose_rounded(ct: Any, x: Any, *, half: np.dtype) -> Sequence[Any]:
-    # Between the signs, XLA would drop the rounding as excess precision.
+    # Without the signs, XLA would drop the rounding as excess precision.
     return [ct if type(ct) is ad.Zero else -_cast(-_cast(ct, half), x.aval.dtype)]
 
 

@@ -284,9 +284,9 @@ def biased(b, x):
 
 
 DERIVATIVES = {
-    "grad": lambda f: jax.grad(f),
-    "jacfwd": lambda f: jax.jacfwd(f),
-    "hessian": lambda f: jax.hessian(f),
+    "grad": jax.grad,
+    "jacfwd": jax.jacfwd,
+    "hessian": jax.hessian,
     "vmap of grad": lambda f: lambda b, x: jax.vmap(jax.grad(f), (None, 0))(b, x),
     "grad of vmap": lambda f: jax.grad(lambda b, x: jax.vmap(f, (0, None))(jnp.stack([b, 2 * b]), x).sum()),
     "scan": lambda f: jax.grad(lambda b, x: lax.scan(lambda c, x: (c + f(b, x), None), 0.0, x)[0]),

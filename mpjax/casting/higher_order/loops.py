@@ -84,6 +84,7 @@ def _uses_fixed_point(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> tupl
 
 
 def _of_steps(setting: Setting, body: SubJaxpr) -> Setting:
+    """The setting of a loop's body: whether its iterations are steps of one map."""
     steps = any(added_to(body, i) and is_one_map(body, i) for i in range(body.carry))
     return setting if steps == setting.steps else dataclasses.replace(setting, steps=steps)
 
