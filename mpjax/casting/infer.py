@@ -16,6 +16,7 @@ import numpy as np
 from mpjax.casting.attention.division import AVERAGE
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.attention.prepare import constants, remember
+from mpjax.casting.cancellation import cancels
 from mpjax.casting.classify import Listing
 from mpjax.casting.constants import constant, fits, folded, out_of_range
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
@@ -44,6 +45,7 @@ from mpjax.casting.setting import IN_HALF, Setting, tracked
 from mpjax.casting.uses import RESULT, Use, is_needed, uses
 from mpjax.kernels.weight_gradients import is_pointwise
 from mpjax.program import compat
+from mpjax.program.dataflow import variables
 from mpjax.program.derivative_rules import closed_over, closes_over_tracers
 from mpjax.program.graph import paths_of
 from mpjax.program.primitives import MATMULS, Op, primitive
@@ -304,6 +306,8 @@ class Inference:
         row, rules = primitive(eqn.primitive.name), self.setting.rules
         if not (row.adds or row.multiplies) or rules.level == "half" or listing.entry or listing.region in IN_HALF:
             return ()
+        if self._is_wide(eqn) and cancels(self.jaxpr, eqn, at_one_end=True):
+            return (0,) if isinstance(eqn.invars[1], compat.Literal) else (1,)
         found = tuple(i for i, v in enumerate(eqn.invars) if self._is_parameter(v))
         whole = {i for i, v in enumerate(eqn.invars) if v.aval.shape == eqn.outvars[0].aval.shape}
         if len(found) != 1 or not whole - {*found}:
@@ -311,6 +315,13 @@ class Inference:
         # The derivative of a product keeps the factor: of a computed one, such as a dropout's mask, the half copy.
         factor = eqn.invars[found[0]]
         return () if row.multiplies and found[0] in whole and self.values[factor].level != Level.INPUT else found
+
+    def _is_wide(self, eqn: Any) -> bool:
+        """Whether an equation adds a number to a value that is float32 for another reader."""
+        if not primitive(eqn.primitive.name).adds or len(variables(eqn.invars)) != 1:
+            return False
+        value = self.value(variables(eqn.invars)[0])
+        return value is not None and value.storage == FULL and value.level == Level.HALF
 
     def biases(self, eqn: Any, listing: Listing) -> tuple[int, ...]:
         """The parameter that an equation adds to an activation of which half is stored."""

@@ -42,8 +42,9 @@ class Step:
         half: Whether it computes in half.
         broadcast: Indices of the inputs that are smaller than the output, or are rounded once. They are broadcast in
             float32 before the cast, because the derivative with respect to them is a sum.
-        rounded_once: Whether it adds or multiplies an activation and a parameter in float32, and rounds the
-            result. The rounding of the parameter would be the same error in each row of a batch, and not average out.
+        rounded_once: Whether it reads float32 and rounds the result: a parameter that it adds to an activation or
+            multiplies it by, whose rounding would be the same error in each row of a batch, and not average out; or a
+            value near the number that it adds, `1 + tanh(h)`.
         biases: Indices of the parameters that it adds, in float32, to an activation of which half is stored.
         parameters: Indices of the operands of a matmul that are parameters. The backward pass reads them in float32,
             so that no half copy is stored.

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mpjax.casting.streams import is_moved_whole, residual_additions
+from mpjax.casting.streams import carried_by, is_moved_whole, residual_additions
 from mpjax.program import compat
 from mpjax.program.dataflow import dataflow, once_per_jaxpr, variables
 from mpjax.program.evaluator import evaluate
@@ -202,7 +202,7 @@ def repeated_updates(jaxpr: Any) -> frozenset[Any]:
     Between two such additions, matmuls multiply by no input that they did not multiply by in earlier steps. Each layer
     of a network has parameters of its own.
     """
-    additions = residual_additions(jaxpr)
+    additions, flow = residual_additions(jaxpr), dataflow(jaxpr)
     if len(additions) < 2:
         return frozenset()
     factors: dict[Any, frozenset[Any]] = {}  # the inputs that matmuls multiplied by, since the last addition
@@ -213,10 +213,12 @@ def repeated_updates(jaxpr: Any) -> frozenset[Any]:
     found: set[Any] = set()
     for eqn in jaxpr.eqns:
         read = variables(eqn.invars)
-        if is_moved_whole(eqn):
+        if is_moved_whole(eqn) and read[0] in origin:
+            origin[eqn.outvars[0]] = origin[read[0]]
+        if (state := carried_by(flow, eqn)) is not None:
             known: dict[Any, Any]
-            for known in (origin, seen, repeats, chain):
-                known.update({eqn.outvars[0]: known[read[0]]} if read[0] in known else {})
+            for known in (seen, repeats, chain):
+                known.update({eqn.outvars[0]: known[state]} if state in known else {})
         multiplied = frozenset().union(*(factors.get(v, frozenset()) for v in read), _factors(eqn, origin))
         if eqn.outvars and eqn.outvars[0] in additions:
             stream = min(read, key=lambda v: len(factors.get(v, frozenset())))

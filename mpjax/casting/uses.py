@@ -205,8 +205,10 @@ def _is_direct(eqn: Any, of: Mapping[Any, Use]) -> bool:
 def _is_recomputed(jaxpr: Any, eqn: Any, setting: Setting) -> bool:
     """Whether no float32 operand of an equation is kept for a backward pass.
 
-    A GELU's `tanh` has another reader where the program itself differentiates it.
+    A GELU's `tanh` has another reader where the program itself differentiates it. A checkpoint keeps neither.
     """
+    if not setting.recompute and not setting.in_rule:
+        return setting.rules.residuals != "full"
     flow = dataflow(jaxpr)
     read_once = all(len(flow.readers.get(v, ())) == 1 and v not in flow.returned for v in variables(eqn.invars))
     return read_once and setting.rules.residuals != "full"

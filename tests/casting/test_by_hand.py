@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,7 +62,11 @@ def test_biases_and_scales_are_not_rounded(name, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("offset", "wrap"), [(0.0, jax.jit), (-2.0, jax.jit), (-4.0, jax.jit), (-4.0, jax.checkpoint)])
 def test_a_gelu_of_negative_numbers_is_as_exact_as_by_hand(offset, wrap, dtype):
-    """`1 + tanh(h)` of rounded numbers had 3 times the error at -2, and up to 120 times at -4."""
+    """`1 + tanh(h)` of rounded numbers had 3 times the error at -2, and up to 120 times at -4.
+
+    Where the gradient is cast, the backward pass reads the `tanh` too: its argument stays half, not to be kept in
+    float32. A checkpoint keeps nothing of either.
+    """
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
     params = {"w": draw(32, 64) / 12, "b": draw(64) / 10 + np.float32(offset), "v": draw(64, 16) / 8}
@@ -68,8 +74,11 @@ def test_a_gelu_of_negative_numbers_is_as_exact_as_by_hand(offset, wrap, dtype):
     def loss(p, x):
         return jnp.mean((jax.nn.gelu(x @ p["w"] + p["b"]) @ p["v"] - 1) ** 2)
 
-    kind = Kind(wrap(loss), params, draw(64, 32))
-    assert error_of_by_hand(kind, lambda f: mpjax.autocast(f, f"mixed_{dtype}"), jnp.dtype(dtype)) <= 1.3
+    kind, cast = Kind(wrap(loss), params, draw(64, 32)), functools.partial(mpjax.autocast, policy=f"mixed_{dtype}")
+    assert error_of_by_hand(kind, cast, jnp.dtype(dtype)) <= 1.3
+    if wrap is jax.checkpoint or SLOPES == 2:
+        most = 4.5 if wrap is jax.jit and offset else 1.3
+        assert error_of_by_hand(kind, cast, jnp.dtype(dtype), of_gradient=True) <= most
 
 
 def test_a_loss_is_the_same_with_and_without_its_gradient():

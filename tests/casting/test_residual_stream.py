@@ -156,16 +156,75 @@ def test_the_stream_of_a_deep_network_is_as_exact_as_by_hand(wrap):
     assert kept == kept_in_half
 
 
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize(
-    ("each", "layers", "most"), [(layer, 16, 2.5), (lambda h, w: h + 0.1 * jnp.tanh(h @ w) @ w.T, 32, 3.0)]
-)
-def test_a_stream_of_32_additions_is_as_exact_as_the_docs_say(each, layers, most):
-    def network(w, x):
-        h, _ = lax.scan(lambda h, w: (each(h, w), None), x @ w[0], w)
-        return jnp.mean((normalised(h) @ w[0]) ** 2)
+def branch(h, w):
+    return jnp.tanh(h @ w) @ w.T
 
-    assert mean_error(network, layers, functools.partial(mpjax.autocast, policy="mixed_bfloat16")) <= most
+
+def network_of(each, scan=True):
+    """A network that scans over its layers, or repeats them."""
+
+    def network(w, x):
+        h = x @ w[0]
+        if scan:
+            h, _ = lax.scan(lambda h, w: (each(h, w), None), h, w)
+        for w_of_layer in () if scan else w:
+            h = each(h, w_of_layer)
+        return jnp.mean((normalised(h) @ w[0] - 1) ** 2)
+
+    return network
+
+
+in_bfloat16 = functools.partial(mpjax.autocast, policy="mixed_bfloat16")
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize(("each", "layers", "most"), [(layer, 12, 2.0), (lambda h, w: h + 0.1 * branch(h, w), 24, 2.6)])
+def test_a_stream_of_24_additions_is_as_exact_as_the_docs_say(each, layers, most):
+    assert mean_error(network_of(each), layers, in_bfloat16) <= most
+
+
+# What a layer makes of the sum, and the most error relative to casts by hand: a norm after the sum also rounds its
+# input for the backward pass.
+STATES = {
+    "scaled": (lambda h, w: 0.98 * h + 0.2 * branch(h, w), 1.2),
+    "sum scaled": (lambda h, w: (h + branch(h, w)) * 0.7071, 1.2),
+    "normalised": (lambda h, w: normalised(h + branch(h, w)), 2.3),
+    "DeepNorm": (lambda h, w: normalised(2.0 * h + branch(h, w)), 2.6),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(("each", "most"), STATES.values(), ids=STATES)
+def test_a_stream_may_be_scaled_and_normalised(each, most, scan):
+    """Post-norm transformers. They were not recognised: 3 to 4 times by hand after 48 layers."""
+    network = network_of(each, scan)
+    error, in_half = (mean_error(network, 48, functools.partial(in_bfloat16, rules=r)) for r in (None, HALF))
+    assert error <= most
+    assert error < in_half
+    kept, kept_in_half = (measures.residual_bytes(in_bfloat16(network, rules=r), *drawn(48, 0)) for r in (None, HALF))
+    assert kept == kept_in_half
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("of_gradient", [False, True])
+@pytest.mark.parametrize(
+    "each", [STATES["scaled"][0], lambda h, w: h + 0.1 * branch(h, w) - 0.01 * h.mean(-1)[:, None]]
+)
+def test_steps_of_one_map_without_a_loop_may_scale_their_state(each, of_gradient):
+    """Up to 4 times by hand after 16 steps, in half."""
+
+    def loss(p, x):
+        h = x @ p["read"]
+        for _ in range(16):
+            h = each(h, p["step"])
+        return jnp.mean((h @ p["read"] - 1) ** 2)
+
+    def error(seed):
+        (step, read), x = drawn(2, seed)
+        return error_of_by_hand(Kind(loss, {"step": step, "read": read}, x), in_bfloat16, jnp.bfloat16, of_gradient)
+
+    assert np.mean([error(seed) for seed in range(3)]) <= 1.2
 
 
 @pytest.mark.standard_promotion
@@ -194,10 +253,10 @@ def test_the_state_of_a_simulation_is_no_stream(dtype, rules):
 
 
 @pytest.mark.parametrize("fun", [scanned, repeated(jax.jit)])
-def test_a_stream_of_at_least_17_layers_is_float32(fun):
-    for layers in (16, 17):
+def test_a_stream_of_at_least_13_layers_is_float32(fun):
+    for layers in (12, 13):
         w = np.tile(W[:1], (layers, 1, 1))
-        assert bool(float32_streams(jax.make_jaxpr(mpjax.autocast(fun))(w, X))) == (layers == 17)
+        assert bool(float32_streams(jax.make_jaxpr(mpjax.autocast(fun))(w, X))) == (layers == 13)
 
 
 def test_other_additions_stay_half():
