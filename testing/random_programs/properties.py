@@ -216,9 +216,9 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
     if case.rules == "half" or "@mpjax.half_function" in case.features:
         return
     fixed = bool({"@mpjax.float_function", "@without_autocast", "@mpjax.promote_function"} & {*case.features})
-    # XLA's CPU compiler lacks some bfloat16 matmuls, which explicit shardings prevent from being rewritten: mpjax runs
-    # them on widened operands.
-    widened = _widened(found.jaxpr) if case.explicit and case.half == jnp.bfloat16 else set()
+    # XLA's CPU compiler lacks some bfloat16 matmuls, which explicit shardings prevent from being rewritten, and half
+    # gradients of matmuls in float8: mpjax runs them on widened operands.
+    widened = _widened(found.jaxpr) if (case.explicit or case.is_scaled) and case.half == jnp.bfloat16 else set()
     # A batch over explicit axes has no float8 derivative, and that in half is on widened operands too.
     emulated = case.explicit and case.is_scaled and "vmap" in case.transform
     # Off GPUs, JAX's attention without a kernel has no float16. The plan is bfloat16's, which is checked.
@@ -242,7 +242,8 @@ def check_dtypes(case: Case, plain: Traced, found: Traced) -> None:
         free = wide or fixed or inner or _shapes(e.eqn) in of_solves
         free |= emulated or in_full or _UNTIL_TOLERANCE in e.path
         free |= "root_near" in case.source and "eval_jaxpr" in e.path  # JAX's derivative of an opaque `custom_root`.
-        free |= all(not hasattr(v, "val") and v in widened for v in e.eqn.invars[:2])
+        are_wide = [not hasattr(v, "val") and v in widened for v in e.eqn.invars[:2]]
+        free |= any(are_wide) if case.is_scaled else all(are_wide)  # the other may be a parameter
         if not free and operands == ("float32", "float32"):
             raise Failure("float32 matmul", f"{e.name} in {e.path[-1] if e.path else 'the program'}", "/".join(e.path))
     risky = _risky(found.jaxpr) - _risky(plain.jaxpr)

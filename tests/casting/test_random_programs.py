@@ -120,3 +120,11 @@ def test_a_ragged_matmul_inside_auto_axes_is_evaluated(transform):
     return jax.sharding.auto_axes(matmul, out_sharding=P())(x, w),
 """
     assert check(Case(program, transform, "float16", explicit=True)) == "checked"
+
+
+def test_half_gradients_of_float8_matmuls_are_on_widened_operands_on_cpus():
+    program = """def program(w, x, b, s, n):
+    v = jax.nn.softmax(w @ w.T + jnp.where(jnp.tril(jnp.ones((3, 3), bool)), 0.0, -1e9)) @ w
+    return w, v, w
+"""
+    assert check(Case(program, "grad", "float8", rules="full")) == "checked"
