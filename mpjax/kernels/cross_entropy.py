@@ -7,6 +7,9 @@ A walk goes over blocks of the vocabulary: each block's logits are computed in h
 The backward pass computes them again from the logsumexp. A block then holds all rows, so it writes its part of the
 gradient of `w` once, in float32; only the gradient of `x`, which is small, is added up.
 
+A block has a piece of each of up to 64 parts of the vocabulary. So if devices share the vocabulary, each has its share
+of each block, and sends others its statistics only.
+
 Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024 (logits that are computed again).
 """
 
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +33,10 @@ from mpjax.program import compat
 
 # The logits of a block that exist at once.
 _BLOCK = 2**26
+# The most parts of a vocabulary, and so the most devices that may share it.
+_PARTS = 64
+# The least piece of a part in a block: TPUs compute with 128 columns at once.
+_PIECE = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,32 +105,43 @@ def _adjusted(product: Any, bias: Any, head: Head) -> Any:
     return product
 
 
-def _count(rows: int, vocabulary: int) -> int:
-    """The number of blocks: if one near it divides the vocabulary, no two blocks overlap."""
+def _parts_and_blocks(rows: int, vocabulary: int) -> tuple[int, int]:
+    """The number of parts, and of blocks: if one near it divides a part, no two blocks overlap."""
     least = max(1, -(-rows * vocabulary // _BLOCK))
-    return next((n for n in range(least, 2 * least) if vocabulary % n == 0), min(least, vocabulary))
+    few = min(math.gcd(vocabulary, _PARTS), max(1, vocabulary // (_PIECE * least)))
+    choices = [n for n in (64, 32, 16, 8, 4, 2, 1) if n <= few and vocabulary % n == 0]
+    for blocks in range(least, 2 * least):
+        for parts in choices:
+            if vocabulary % (parts * blocks) == 0 and parts >= min(8, choices[0]):
+                return parts, blocks
+    return choices[0], min(least, vocabulary // choices[0])
 
 
 class _Walk:
-    """The blocks of a vocabulary. The last one may begin before the end of the one before it, which then counts."""
+    """The blocks of a vocabulary. The last one may begin before the end of the one before it, which then counts.
+
+    Arrays over the vocabulary have two axes for it: [parts, places in a part].
+    """
 
     def __init__(self, x: Any, w: Any, bias: Any, head: Head):
-        self.x, self.bias, self.head = x, bias, head
+        self.x, self.head = x, head
         self.vocabulary = w.shape[1]
-        count = _count(x.shape[0], self.vocabulary)
-        self.size = -(-self.vocabulary // count)
-        self.starts = np.minimum(np.arange(count) * self.size, self.vocabulary - self.size).astype(np.int32)
+        parts, count = _parts_and_blocks(x.shape[0], self.vocabulary)
+        self.shape = (parts, self.vocabulary // parts)
+        self.size = -(-self.shape[1] // count)
+        self.starts = np.minimum(np.arange(count) * self.size, self.shape[1] - self.size).astype(np.int32)
         self.fresh = (np.arange(count) * self.size).astype(np.int32)
         self.apart = bool((self.starts == self.fresh).all())
-        self.low = w.astype(x.dtype)
+        self.low = w.astype(x.dtype).reshape(-1, *self.shape)
+        self.bias = None if bias is None else bias.reshape(self.shape)
 
     def block(self, start: Any) -> tuple[Any, Any]:
         """The weights and the bias of a block."""
-        w = lax.dynamic_slice_in_dim(self.low, start, self.size, axis=1)
-        return w, None if self.bias is None else lax.dynamic_slice_in_dim(self.bias, start, self.size)
+        w = lax.dynamic_slice_in_dim(self.low, start, self.size, axis=2)
+        return w, None if self.bias is None else lax.dynamic_slice_in_dim(self.bias, start, self.size, axis=1)
 
     def logits(self, w: Any, bias: Any) -> Any:
-        """The logits of a block [rows, size], float32."""
+        """The logits of a block [rows, parts, size], float32."""
         return _adjusted(self.product(w), bias, self.head)
 
     def product(self, w: Any) -> Any:
@@ -130,11 +149,17 @@ class _Walk:
         return lax.dot_general(self.x, w, (((1,), (0,)), ((), ()))).astype(np.float32)
 
     def columns(self, start: Any) -> Any:
-        """The places in the vocabulary of a block's columns."""
-        return lax.broadcasted_iota(np.int32, (self.x.shape[0], self.size), 1) + start
+        """The places in the vocabulary of a block's columns [1, parts, size]."""
+        part, place = (lax.broadcasted_iota(np.int32, (1, self.shape[0], self.size), axis) for axis in (1, 2))
+        return part * self.shape[1] + place + start
 
-    def with_block(self, whole: Any, part: Any, start: Any, axis: int) -> Any:
+    def new(self, start: Any, fresh: Any) -> Any:
+        """Whether a block's columns are in no block before it."""
+        return lax.broadcasted_iota(np.int32, (1, 1, self.size), 2) + start >= fresh
+
+    def with_block(self, whole: Any, part: Any, start: Any) -> Any:
         """A gradient with that of a block, which is 0 in columns of the block before it."""
+        axis = whole.ndim - 1
         if not self.apart:
             part = part + lax.dynamic_slice_in_dim(whole, start, self.size, axis)
         return lax.dynamic_update_slice_in_dim(whole, part, start, axis)
@@ -149,6 +174,13 @@ class _Walk:
         return lax.scan(lambda carry, at: (body(carry, *at), None), carry, steps)[0]
 
 
+_OF_BLOCK = (1, 2)  # the axes of a block's logits, but for its rows
+
+
+def _of_rows(x: Any) -> Any:
+    return x[:, None, None]
+
+
 def _forward_program(*arrays: Any, head: Head) -> list[Any]:
     x, w, bias, labels = _parts(arrays, head)
     walk = _Walk(x, w, bias, head)
@@ -157,18 +189,18 @@ def _forward_program(*arrays: Any, head: Head) -> list[Any]:
     def body(carry: Any, start: Any, fresh: Any) -> Any:
         largest, summed, total, best, at = carry
         logits, columns = walk.logits(*walk.block(start)), walk.columns(start)
-        new = True if walk.apart else columns >= fresh
+        new = True if walk.apart else walk.new(start, fresh)
         counted = jnp.where(new, logits, -jnp.inf)
-        here = jnp.max(counted, 1)
+        here = jnp.max(counted, _OF_BLOCK)
         higher = jnp.maximum(largest, here)
         safe = jnp.where(jnp.isfinite(higher), higher, 0)
-        summed = summed * jnp.exp(largest - safe) + jnp.sum(jnp.exp(counted - safe[:, None]), 1)
-        place = jnp.min(jnp.where(counted == here[:, None], columns, walk.vocabulary), 1)
+        summed = summed * jnp.exp(largest - safe) + jnp.sum(jnp.exp(counted - _of_rows(safe)), _OF_BLOCK)
+        place = jnp.min(jnp.where(counted == _of_rows(here), columns, walk.vocabulary), _OF_BLOCK)
         # As argmax, which takes the first NaN.
         best = jnp.where(here > largest, place, best)
-        total = total + jnp.sum(jnp.where(new, logits, 0), 1)
-        hits = (new & (columns == y[:, None]) for y in labels)
-        at = [a + jnp.sum(jnp.where(hit, logits, 0), 1) for a, hit in zip(at, hits, strict=True)]
+        total = total + jnp.sum(jnp.where(new, logits, 0), _OF_BLOCK)
+        hits = (new & (columns == _of_rows(y)) for y in labels)
+        at = [a + jnp.sum(jnp.where(hit, logits, 0), _OF_BLOCK) for a, hit in zip(at, hits, strict=True)]
         return higher, summed, total, best, at
 
     start = (rows - jnp.inf, rows, rows, jnp.zeros(x.shape[:1], np.int32), [rows for _ in labels])
@@ -187,34 +219,34 @@ def _backward_program(*arrays: Any, head: Head, wrt: tuple[str, ...]) -> list[An
         adjusted = functools.partial(_adjusted, head=head)
         logits, pullback = jax.vjp(adjusted, walk.product(w), 0.0 if bias is None else bias)
         columns = walk.columns(start)
-        ct = jnp.exp(logits - logsumexp[:, None]) * of_logsumexp[:, None] + of_total[:, None]
+        ct = jnp.exp(logits - _of_rows(logsumexp)) * _of_rows(of_logsumexp) + _of_rows(of_total)
         for y, c in zip(labels, of_at, strict=True):
-            ct = ct + jnp.where(columns == y[:, None], c[:, None], 0)
-        of_product, of_bias = pullback(ct if walk.apart else jnp.where(columns >= fresh, ct, 0))
+            ct = ct + jnp.where(columns == _of_rows(y), _of_rows(c), 0)
+        of_product, of_bias = pullback(ct if walk.apart else jnp.where(walk.new(start, fresh), ct, 0))
         low = of_product.astype(x.dtype)
         found = {
-            "x": lambda: carry["x"] + _dot(low, w, 1, 1),
-            "w": lambda: walk.with_block(carry["w"], _dot(x, low, 0, 0), start, 1),
-            "bias": lambda: walk.with_block(carry["bias"], of_bias, start, 0),
+            "x": lambda: carry["x"] + _dot(low, w, _OF_BLOCK, _OF_BLOCK),
+            "w": lambda: walk.with_block(carry["w"], _dot(x, low, (0,), (0,)), start),
+            "bias": lambda: walk.with_block(carry["bias"], of_bias, start),
         }
         return {name: found[name]() for name in wrt}
 
-    shapes = {"x": x.shape, "w": w.shape, "bias": () if bias is None else bias.shape}
+    shapes = {"x": x.shape, "w": walk.low.shape, "bias": walk.shape}
     sums = walk.run(body, {name: jnp.zeros(shapes[name], np.float32) for name in wrt})
-    dtypes = {"x": x.dtype, "w": w.dtype, "bias": np.float32}
-    return [sums[name].astype(dtypes[name]) for name in wrt]
+    types = {"x": x, "w": w, "bias": bias}
+    return [sums[name].reshape(types[name].shape).astype(types[name].dtype) for name in wrt]
 
 
-def _dot(a: Any, b: Any, i: int, j: int) -> Any:
+def _dot(a: Any, b: Any, i: Sequence[int], j: Sequence[int]) -> Any:
     if compat.contracts_rows(a.dtype):  # XLA for CPUs has no other product of half operands in float32.
         a, b = a.astype(np.float32), b.astype(np.float32)
-    return lax.dot_general(a, b, (((i,), (j,)), ((), ())), preferred_element_type=np.float32)
+    return lax.dot_general(a, b, ((i, j), ((), ())), preferred_element_type=np.float32)
 
 
 def formula(*arrays: Any, head: Head) -> list[Any]:
     """The statistics from logits as a whole, for forward mode and second derivatives."""
     x, w, bias, labels = _parts(arrays, head)
-    logits = _adjusted(_dot(x, w.astype(x.dtype), 1, 0), bias, head)
+    logits = _adjusted(_dot(x, w.astype(x.dtype), (1,), (0,)), bias, head)
     columns = lax.broadcasted_iota(np.int32, logits.shape, 1)
     at = [jnp.sum(jnp.where(columns == y[:, None], logits, 0), 1) for y in labels]
     best, largest = jnp.argmax(logits, 1).astype(np.int32), lax.stop_gradient(jnp.max(logits, 1))

@@ -118,6 +118,8 @@ class _Search:
         self._follow([logits])
         if not any(eqn.primitive.name in ("reduce_sum", "gather") for eqn, _, _ in self.reads):
             raise Refused("nothing sums their exponentials")
+        if any(compat.is_explicit(v.aval) for v in self.matmul.invars):
+            raise Refused("its arrays are on a mesh with explicit axes: jax.sharding.auto_axes around the loss")
         return Found(
             self.matmul, tuple(self.steps), tuple(self.moves), self.bias, self.padding, frozenset(map(id, self.inside)),
             tuple(self.reads), tuple(self.labels), self.shape,
