@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -15,6 +16,7 @@ from testing import measures
 from testing.random_programs.evaluate import evaluate
 from testing.random_programs.evaluate import exact as float64
 
+CHOICES = ("unfused", "fused")
 pytestmark = pytest.mark.standard_promotion
 B, T, D, V = 2, 6, 8, 44
 
@@ -164,6 +166,28 @@ def labels_in_the_padding(params, x, y):
     return jnp.mean(jnp.minimum(losses, 30.0))
 
 
+def padded_then_scaled_and_capped(params, x, y):
+    """With a label in the padding, whose logit is scaled and capped too."""
+    logits = 5 * jnp.tanh(jnp.where(jnp.arange(V) < V - 5, logits_of(params, x), -1e9) / 2.0 / 5)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y.at[0, 0].set(V - 2)).mean()
+
+
+def summed_at_once(params, x, y):
+    """The label's term is summed over tokens and vocabulary together."""
+    log_p = jax.nn.log_softmax(logits_of(params, x))
+    return -jnp.sum(jax.nn.one_hot(y, V) * log_p) / y.size + 0.01 * jnp.mean(log_p)
+
+
+def contracted(params, x, y):
+    return -jnp.einsum("btv,btv->bt", jax.nn.log_softmax(logits_of(params, x)), jax.nn.one_hot(y, V)).mean()
+
+
+def named_and_divided_by_a_root(params, x, y):
+    logits = checkpoint_name(logits_of(params, x), "logits") / jnp.sqrt(x.shape[-1])
+    on_one = jax.sharding.NamedSharding(jax.make_mesh((1,), ("i",), axis_types=(AxisType.Auto,)), P())
+    return optax.softmax_cross_entropy_with_integer_labels(jax.lax.with_sharding_constraint(logits, on_one), y).mean()
+
+
 def padded_and_biased(params, x, y):
     w, _, b = params
     logits = jnp.where(jnp.arange(V) >= V - 5, -jnp.inf, x @ w + b)
@@ -176,7 +200,8 @@ LOSSES = {
         log_softmax, integer_labels, one_hot, smoothed, logsumexp, z_loss, compared, tied, biased_and_cold, capped,
         shifted_and_ignored, flat, indexed, with_accuracy, policy_gradient, jitted, checkpointed, scanned, mapped,
         outside, of_each_row, rows_behind_and_swapped, on_and_off_values, smoothed_where, padded_vocabulary,
-        padded_and_biased, labels_in_the_padding,
+        padded_and_biased, labels_in_the_padding, padded_then_scaled_and_capped, summed_at_once, contracted,
+        named_and_divided_by_a_root,
     )
 }  # fmt: skip
 
@@ -243,7 +268,36 @@ def margin(params, x, y):
     return jnp.mean(jnp.log(jnp.sum(jnp.exp(z), -1)) - jnp.max(logits, -1))
 
 
-REFUSED = {returned: "read by", squared: "read by", margin: "its largest logit has a gradient"}
+def at_its_own_argmax(params, x, y):
+    """Self-training. The labels can't be given to what computes the logits."""
+    logits = logits_of(params, x)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.argmax(logits, -1)).mean()
+
+
+def of_a_slice(params, x, y):
+    return optax.softmax_cross_entropy_with_integer_labels(logits_of(params, x)[..., :30], y % 30).mean()
+
+
+def at_a_learned_temperature(params, x, y):
+    temperature = jnp.exp(params[2][0])
+    return optax.softmax_cross_entropy_with_integer_labels(logits_of(params, x) / temperature, y).mean()
+
+
+def seen(params, x, y):
+    """The logits are a result too."""
+    logits = logits_of(params, x)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), logits
+
+
+REFUSED = {
+    returned: "read by",
+    squared: "read by",
+    margin: "its largest logit has a gradient",
+    at_its_own_argmax: "its labels follow from its own logits",
+    of_a_slice: "read by slice (test_cross_entropy.py:",
+    at_a_learned_temperature: "read by div (test_cross_entropy.py:",
+    seen: "its logits are returned",
+}
 
 
 @pytest.mark.parametrize("loss", REFUSED)
@@ -252,8 +306,47 @@ def test_a_loss_whose_logits_are_read_stays_as_it_is(loss):
     (row,) = rows(loss, *args)
     assert row.op == "cross_entropy"
     assert REFUSED[loss] in row.why
-    programs = [str(jax.make_jaxpr(jax.grad(autocast(loss, c)))(*args)) for c in ("unfused", "fused")]
+    programs = [str(jax.make_jaxpr(jax.grad(autocast(loss, c), has_aux=loss is seen))(*args)) for c in CHOICES]
     assert programs[0] == programs[1]
+
+
+def test_a_maximum_whose_mean_is_stopped_has_no_gradient():
+    def logged(params, x, y):
+        logits = logits_of(params, x)
+        confidence = jnp.exp(jax.nn.log_softmax(logits).max(-1)).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean() + jax.lax.stop_gradient(confidence)
+
+    assert rows(logged, *arguments())[0].op == "fused_cross_entropy"
+
+
+def test_labels_in_a_dtype_that_counts_no_whole_vocabulary_hit_as_they_are_written():
+    """`jnp.arange(300, dtype=jnp.uint8)` begins again after 256."""
+    rng = np.random.default_rng(0)
+    w, x, y = rng.normal(size=(8, 300)), rng.normal(size=(6, 8)), np.arange(6, dtype=np.uint8)
+
+    def loss(w):
+        return optax.softmax_cross_entropy(np.float32(x) @ w, jax.nn.one_hot(y, 300)).mean()
+
+    found, expected = (
+        mpjax.autocast(loss, "mixed_bfloat16", rules=Rules(cross_entropy=c))(np.float32(w)) for c in CHOICES
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize("loss", [log_softmax, integer_labels, one_hot])
+def test_tokens_may_be_shared_in_a_shard_map_that_checks_axes(loss):
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    (_, (w, _, _)), x, y = arguments()
+
+    def each(w, x, y):
+        return jax.lax.pmean(loss((w, None, None), x, y), "i")
+
+    shared = jax.shard_map(each, mesh=mesh, in_specs=(P(), P("i"), P("i")), out_specs=P())
+    found, expected = (
+        jax.jit(jax.grad(mpjax.autocast(shared, "mixed_bfloat16", rules=Rules(cross_entropy=c))))(w, x, y)
+        for c in CHOICES
+    )
+    np.testing.assert_allclose(found, expected, atol=0.01)
 
 
 def shifted(stop):

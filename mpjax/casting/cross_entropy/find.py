@@ -18,7 +18,8 @@ from jax import lax
 from mpjax.casting.setting import tracked
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow
-from mpjax.program.primitives import primitive
+from mpjax.program.host import bind_on_host
+from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import source_line
 
 # By name: a loss is found by what is done to its logits.
@@ -57,11 +58,15 @@ class Picked(NamedTuple):
 
 
 class _Padding(NamedTuple):
-    """A mask over the vocabulary, whether it is true at the padding, and the number that stands there for logits."""
+    """A mask over the vocabulary, whether it is true at the padding, and the number that stands there for logits.
+
+    `begin` is the number of steps before it.
+    """
 
     mask: Any
     where: bool
     number: float
+    begin: int
 
 
 class Found(NamedTuple):
@@ -104,6 +109,7 @@ class _Search:
         self.reads: list[tuple[Any, Callable[..., Any], tuple[Any, ...]]] = []
         self.labels: list[tuple[Any, bool]] = []
         self.known: dict[Any, Any] = {}
+        self.stopped: dict[Any, bool] = {}
         self.is_loss = False  # Whether the largest of each row is read, as a softmax does.
 
     def run(self) -> Found:
@@ -118,6 +124,9 @@ class _Search:
         self._follow([logits])
         if not any(eqn.primitive.name in ("reduce_sum", "gather") for eqn, _, _ in self.reads):
             raise Refused("nothing sums their exponentials")
+        given = [*(y for y, _ in self.labels), self.bias, self.padding and self.padding.mask]
+        if self.flow.depends([v for v in given if v is not None], self.matmul.outvars[0]):
+            raise Refused("its labels follow from its own logits")
         if any(compat.is_explicit(v.aval) for v in self.matmul.invars):
             raise Refused("its arrays are on a mesh with explicit axes: jax.sharding.auto_axes around the loss")
         return Found(
@@ -155,6 +164,8 @@ class _Search:
             return True
         if name == "tanh":
             self.steps.append(("cap", 1.0))
+            return True
+        if name in ("sharding_constraint", "name", "copy"):  # of logits that no longer exist
             return True
         if name == "add" and other is not None and self.bias is None and self.padding is None:
             self.bias = self._bias(other, shape)
@@ -195,16 +206,24 @@ class _Search:
         number = self._number(cases[1] if cases[0] is v else cases[0])
         if source is None or number is None or number > _PADDING:
             return None
-        return _Padding(source, cases[0] is v, number)
+        return _Padding(source, cases[0] is v, number, len(self.steps))
 
     def _number(self, x: Any) -> float | None:
         """The one number that all elements of an operand are; None if they aren't."""
-        while not isinstance(x, compat.Literal):
-            maker = self.flow.maker(x)
-            if maker is None or maker.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
-                return None
-            (x,) = maker.invars
-        return float(np.asarray(x.val)) if np.ndim(x.val) == 0 else None
+        if isinstance(x, compat.Literal):
+            return float(np.asarray(x.val)) if np.ndim(x.val) == 0 else None
+        maker = self.flow.maker(x)
+        if maker is None:
+            return None
+        if maker.primitive.name in ("broadcast_in_dim", "convert_element_type"):
+            return self._number(maker.invars[0])
+        row = primitive(maker.primitive.name)
+        numbers = [self._number(y) for y in maker.invars] if row.pointwise and not x.aval.shape else [None]
+        if None in numbers:
+            return None
+        arrays = [np.asarray(n, y.aval.dtype) for n, y in zip(numbers, maker.invars, strict=True)]
+        found = bind_on_host(maker, arrays, wide=False)
+        return float(found[0]) if found and found[0] is not None else None
 
     def _follow(self, waiting: list[Any]) -> None:
         while waiting:
@@ -255,12 +274,16 @@ class _Search:
                         "its largest logit has a gradient: jax.lax.stop_gradient, if it only shifts the logits"
                     )
                 return self._note(eqn, lambda found, *rows: found[1] + _total(shift, rows), shift)
+            case "dot_general", [Logits(shift), Labels() as labels] | [Labels() as labels, Logits(shift)] if (
+                self._contracts_vocabulary(eqn) and (self.padding is None or labels.rest == 0)
+            ):
+                return self._note_picked(eqn, labels, shift)
             case "reduce_sum", [Exponential(Logits(shift))] if self._over_vocabulary(eqn):
                 return self._note(eqn, lambda found, *rows: jnp.exp(found[0] + _total(shift, rows)), shift)
-            case "reduce_sum", [Logits(shift)] if self._over_vocabulary(eqn) and self.padding is None:
+            case "reduce_sum", [Logits(shift)] if self._sums_vocabulary(eqn) and self.padding is None:
                 size = self.size
                 return self._note(eqn, lambda found, *rows: found[2] + size * _total(shift, rows), shift)
-            case "reduce_sum", [Picked(labels, Logits(shift))] if self._over_vocabulary(eqn) and (
+            case "reduce_sum", [Picked(labels, Logits(shift))] if self._sums_vocabulary(eqn) and (
                 self.padding is None or labels.rest == 0
             ):
                 return self._note_picked(eqn, labels, shift)
@@ -273,7 +296,7 @@ class _Search:
             self.is_loss = True
             raise Refused(f"a function with a derivative rule of its own reads its logits ({source_line(eqn)})")
         scopes = "the program contains its gradient already" if "transpose(" in str(eqn.source_info.name_stack) else ""
-        raise Refused(scopes or f"its logits are read by {name} ({source_line(eqn)})")
+        raise Refused(scopes or _read_by(eqn))
 
     def _kind(self, x: Any) -> Any:
         """What an operand is: logits, what is made of them, or labels; None for anything else."""
@@ -314,8 +337,8 @@ class _Search:
         return None
 
     def _counts(self, x: Any) -> bool:
-        """Whether an operand counts the vocabulary."""
-        while (eqn := self.flow.maker(x)) is not None:
+        """Whether an operand counts the vocabulary, in a dtype that holds its numbers."""
+        while (eqn := self.flow.maker(x)) is not None and _holds(x.aval.dtype, self.size):
             name = eqn.primitive.name
             if name == "iota":
                 return bool(eqn.params["dimension"] == x.aval.ndim - 1 and x.aval.shape[-1] == self.size)
@@ -350,11 +373,21 @@ class _Search:
     def _row(self, eqn: Any, x: Any) -> Any:
         source = self._source_of_row(x)
         if source is None:
-            raise Refused(f"its logits are read by {eqn.primitive.name} ({source_line(eqn)})")
+            raise Refused(_read_by(eqn))
         return source
 
     def _over_vocabulary(self, eqn: Any) -> bool:
         return bool(eqn.params["axes"] == (len(self.shape),))
+
+    def _sums_vocabulary(self, eqn: Any) -> bool:
+        """Whether a sum is over the vocabulary, and maybe over rows too."""
+        return bool(eqn.params["axes"][-1:] == (len(self.shape),))
+
+    def _contracts_vocabulary(self, eqn: Any) -> bool:
+        """Whether a product of two arrays of logits' shape sums over the vocabulary alone."""
+        rows = tuple(range(len(self.shape)))
+        contracted, batch = eqn.params["dimension_numbers"]
+        return bool(contracted == ((len(rows),),) * 2 and batch == (rows, rows))
 
     def _gathered(self, eqn: Any) -> Any:
         """The labels of a gather that takes one element of each row; None if it takes others."""
@@ -383,19 +416,14 @@ class _Search:
         return name in ("broadcast_in_dim", "reshape", "convert_element_type") and self._is_arange(eqn.invars[0])
 
     def _is_stopped(self, v: Any) -> bool:
-        """Whether a value of a row has no derivative."""
-        if v in self.flow.returned:
-            return False
-        return all(
-            eqn.primitive.name == "stop_gradient"
-            or not compat.is_inexact(eqn.outvars[0].aval)
-            or (self._keeps_rows(eqn) and self._is_stopped(eqn.outvars[0]))
-            for eqn in self.flow.readers.get(v, ())
-        )
-
-    def _keeps_rows(self, eqn: Any) -> bool:
-        row = primitive(eqn.primitive.name)
-        return (row.pointwise or row.whole) and eqn.outvars[0].aval.size == math.prod(self.shape)
+        """Whether a value has no derivative."""
+        if v not in self.stopped:
+            self.stopped[v] = v not in self.flow.returned and all(
+                eqn.primitive.name == "stop_gradient"
+                or all(not compat.is_inexact(out.aval) or self._is_stopped(out) for out in eqn.outvars)
+                for eqn in self.flow.readers.get(v, ())
+            )
+        return self.stopped[v]
 
     def _label(self, v: Any, clipped: bool = False) -> int:
         if (v, clipped) not in self.labels:
@@ -432,6 +460,11 @@ class _Search:
         self.reads.append((eqn, result, (*(row for _, row in shift), label)))
 
 
+def _read_by(eqn: Any) -> str:
+    where = source_line(eqn)
+    return f"its logits are read by {eqn.primitive.name}" + (f" ({where})" if where else "")
+
+
 def _times(labels: Labels, number: float) -> Labels:
     return Labels(tuple((y, f * number) for y, f in labels.factors), labels.rest * number)
 
@@ -448,8 +481,32 @@ def losses(flow: Dataflow) -> Iterator[tuple[Any, Found | str]]:
             try:
                 yield eqn, search.run()
             except Refused as why:
-                if search.is_loss or search.reads:
+                if search.is_loss or search.reads or _is_normalised(flow, eqn.outvars[0]):
                     yield eqn, str(why)
+
+
+def _is_normalised(flow: Dataflow, v: Any) -> bool:
+    """Whether the logarithm of a sum of exponentials of a value is taken, before any matmul."""
+    steps, waiting, seen = ("exp", "reduce_sum", "log"), [(v, 0)], set[Any]()
+    while waiting:
+        v, done = waiting.pop()
+        for eqn in flow.readers.get(v, ()):
+            name, now = eqn.primitive.name, done
+            now += name == steps[now]
+            if now == len(steps):
+                return True
+            if primitive(name).op is not Op.ALLOW:
+                new = [(out, now) for out in eqn.outvars if (out, now) not in seen]
+                seen.update(new)
+                waiting += new
+    return False
+
+
+def _holds(dtype: Any, count: int) -> bool:
+    """Whether a dtype holds all integers below a count."""
+    if np.issubdtype(dtype, np.integer):
+        return int(np.iinfo(dtype).max) >= count - 1
+    return bool(jnp.issubdtype(dtype, jnp.floating) and count <= 2 ** (compat.finfo(dtype).nmant + 1))
 
 
 def weights_first(matmul: Any) -> bool:

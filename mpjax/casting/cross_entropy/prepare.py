@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -70,23 +71,26 @@ def _written(eqns: Sequence[Any], found: Found) -> list[Any]:
         _spliced(functools.partial(label, clipped=clipped), [y], new, found.matmul) for y, clipped in found.labels
     ]
     options = HeadOptions(Head(found.steps, len(labels)), (x.aval.ndim - 1, j), found.shape, vocabulary)
-    types = compat.open_jaxpr(jax.make_jaxpr(lambda *rows: rows)(*options.results))
-    outs = [compat.new_variable(v) for v in types.jaxpr.invars]
+    outs = _results(options, [x, w, *bias, *labels])
     params = {"options": options}
     new.append(
         found.matmul.replace(primitive=CROSS_ENTROPY, invars=[x, w, *bias, *labels], outvars=[*outs], params=params)
     )
     if found.padding is not None:
-        at_labels = functools.partial(_at_padding, found.padding)
+        at_labels = functools.partial(_at_padding, found.padding, _of_padding(found))
         for n, y in enumerate(labels, len(outs) - len(labels)):
             outs[n] = _spliced(at_labels, [outs[n], y, found.padding.mask], new, found.matmul)
     results = {}
     for eqn, result, given in found.reads:
         shape, dtype = eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype
+        summed = eqn.params["axes"][:-1] if eqn.primitive.name == "reduce_sum" else ()  # over rows
 
-        def value(*arrays: Any, result: Any = result, shape: Any = shape, dtype: Any = dtype) -> Any:
+        def value(
+            *arrays: Any, result: Any = result, shape: Any = shape, dtype: Any = dtype, summed: Any = summed
+        ) -> Any:
             stats, rows = arrays[: len(outs)], arrays[len(outs) :]
-            return result(stats, *(row.reshape(found.shape) for row in rows)).astype(dtype).reshape(shape)
+            out = result(stats, *(row.reshape(found.shape) for row in rows)).astype(dtype)
+            return jnp.sum(out, summed).reshape(shape) if summed else out.reshape(shape)
 
         made: list[Any] = []
         results[eqn.outvars[0]] = _spliced(value, [*outs, *given], made, eqn)
@@ -95,20 +99,38 @@ def _written(eqns: Sequence[Any], found: Found) -> list[Any]:
     return _in_order([eqn.replace(invars=_renamed(eqn.invars, results)) for eqn in (*rest, *new)])
 
 
+def _results(options: HeadOptions, operands: Sequence[Any]) -> list[Any]:
+    """Variables of the results, which vary along the axes of a `shard_map` as the operands do."""
+
+    def program(*scalars: Any) -> list[Any]:
+        return [jnp.full(each.shape, sum(scalars)).astype(each.dtype) for each in options.results]
+
+    traced = compat.trace(program, *(compat.scalar_of(v.aval, np.dtype(np.float32)) for v in operands))
+    return [compat.new_variable(v) for v in compat.open_jaxpr(traced.jaxpr).jaxpr.outvars]
+
+
 def _bias(found: Found, *added: Any) -> Any:
     """What is added to the logits of each row: the bias, and what makes logits of padding negligible."""
     total = 0.0 if found.bias is None else jnp.ravel(added[0])
     if found.padding is None:
         return total
-    _, where, number = found.padding
-    return jnp.where(jnp.ravel(added[-1]) == where, np.float32(number), total)
+    return jnp.where(jnp.ravel(added[-1]) == found.padding.where, np.float32(found.padding.number), total)
 
 
-def _at_padding(padding: Any, logit: Any, label: Any, mask: Any) -> Any:
+def _of_padding(found: Found) -> float:
+    """The logits of padding, after the steps that follow it."""
+    assert found.padding is not None
+    number = found.padding.number
+    for kind, by in found.steps[found.padding.begin + (found.bias is None) :]:
+        number = number * by if kind == "scale" else by * math.tanh(number / by)
+    return number
+
+
+def _at_padding(padding: Any, number: float, logit: Any, label: Any, mask: Any) -> Any:
     """The logit at a label: that of padding is a number, without a derivative."""
     mask = jnp.ravel(mask)
     inside = (label >= 0) & (label < mask.size)
-    return jnp.where(inside & (mask[label] == padding.where), np.float32(padding.number), logit)
+    return jnp.where(inside & (mask[label] == padding.where), np.float32(number), logit)
 
 
 def _moved(x: Any, move: Any) -> Any:
@@ -158,4 +180,6 @@ def _in_order(eqns: Sequence[Any]) -> list[Any]:
             if id(top) not in done:
                 done.add(id(top))
                 order.append(top)
+            elif len(waiting) > len(eqns):
+                raise ValueError("an equation reads what follows from it")
     return order
