@@ -14,11 +14,11 @@ from mpjax.program.graph import passes_of
 from mpjax.program.source import BACKWARD, OUTSIDE, SCALED, user_stacklevel
 
 _MESSAGE = (
-    "loss scaling: this optimizer has a loss scale of {scale:g}, but the gradient in this program is not scaled by it: "
-    "small float16 gradients are lost, as without loss scaling. Use mpjax.value_and_grad(loss_fn, opt_state) in "
-    "place of jax.value_and_grad(loss_fn), or jax.grad, nnx.grad, eqx.filter_grad of mpjax.scale_loss(loss_fn, "
-    "opt_state). If the loop multiplies the loss by the scale itself, give dynamic_loss_scale(tx, "
-    "grads_are_scaled=True)."
+    "loss scaling: this optimizer has a loss scale of {scale:g}, but mpjax did not scale the gradient in this program: "
+    "small float16 gradients are lost. Use mpjax.value_and_grad(loss_fn, opt_state) in place of "
+    "jax.value_and_grad(loss_fn), or jax.grad, nnx.grad, eqx.filter_grad of mpjax.scale_loss(loss_fn, opt_state). If "
+    "the loop multiplies the loss by the scale itself, nothing divides the gradient again, and it is {scale:g} times "
+    "too large: give dynamic_loss_scale(tx, grads_are_scaled=True), or leave the product out."
 )
 _OUTSIDE = (
     "loss scaling: true_cotangents was differentiated in a function that neither mpjax.value_and_grad nor "

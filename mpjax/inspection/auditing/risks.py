@@ -277,7 +277,7 @@ def _updates(flow: Flow, known: dict[Value, Facts]) -> Iterator[RiskySite]:
 
 
 def _accumulators(flow: Flow) -> Iterator[RiskySite]:
-    """Sums over the iterations of a loop, and of gradients over calls, that are stored in half after each term."""
+    """Sums over the iterations of a loop, and of gradients or counts over calls, stored in half after each term."""
     for node in flow.eqns:
         if primitive(node.site.name).loop:
             body = sub_jaxprs(node.site.eqn)[-1]
@@ -289,12 +289,28 @@ def _accumulators(flow: Flow) -> Iterator[RiskySite]:
     for value in filter(is_half, flow.outputs):
         node, dtype = flow.maker(flow.source(value, _passes)), value.aval.dtype
         terms = [flow.source(v, _passes) for v in node.reads] if node is not None else []
-        of_gradients = any(maker.site.phase == BACKWARD for v in terms if (maker := flow.maker(v)) is not None)
-        if of_gradients and primitive(node.site.name).adds and any(v.kind == INPUT and is_half(v) for v in terms):
+        makers = [maker for v in terms if (maker := flow.maker(v)) is not None]
+        of_gradients = any(maker.site.phase == BACKWARD for maker in makers)
+        is_sum = node is not None and primitive(node.site.name).adds
+        if (
+            is_sum
+            and (of_gradients or _is_reduction(flow, terms))
+            and any(v.kind == INPUT and is_half(v) for v in terms)
+        ):
             yield "accumulator", node.site, dtype.name, _summed("calls", dtype)
         elif of_gradients and node.site.name == "reduce_sum" and dtype == np.float16:
             yield "sum", node.site, dtype.name, "a sum of gradients that is cast to float16, which overflows at 65504"
     yield from _unrolled(flow)
+
+
+def _is_half_input(v: Value) -> bool:
+    return v.kind == INPUT and is_half(v)
+
+
+def _is_reduction(flow: Flow, terms: Iterable[Value]) -> bool:
+    """Whether one of the terms of a sum is a sum or a mean of a batch itself, such as a count or a metric."""
+    sources = (flow.source(v, lambda node: _passes(node) or primitive(node.site.name).scales) for v in terms)
+    return any(maker.site.name == "reduce_sum" for v in sources if (maker := flow.maker(v)) is not None)
 
 
 def _added_to(flow: Flow, before: Value, after: Iterable[Value], times: str) -> Iterator[RiskySite]:

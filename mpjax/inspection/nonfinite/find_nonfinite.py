@@ -16,7 +16,15 @@ from jax.tree_util import Partial
 from mpjax.inspection.auditing.amplified import amplified
 from mpjax.inspection.auditing.constants import are_unexplained, in_float32, lost_constants
 from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite_but, is_number
-from mpjax.inspection.nonfinite.provenance import CodeProbe, Provenance, WatchProbe, code_of, first_fault, watched
+from mpjax.inspection.nonfinite.provenance import (
+    CodeProbe,
+    Provenance,
+    WatchProbe,
+    code_of,
+    code_of_argument,
+    first_fault,
+    watched,
+)
 from mpjax.inspection.nonfinite.report import GROWING, OperandRange, Symptoms, diagnosis_of
 from mpjax.inspection.nonfinite.report import NonFinite as NonFinite
 from mpjax.inspection.reports import array_text
@@ -47,7 +55,8 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     A fault is reported only if it reaches a result of `fun` or a check for finite values (`jnp.isfinite(x).all()`,
     including the check that lets mpjax skip a step). Infinities that the program itself writes, or that are in an
     argument, are not faults while they are only moved, masked, compared and added. They are reported if they reach a
-    scalar result or a check, or make a NaN. Further runs find the element that reaches the result, measure the ranges
+    scalar result or a check, or make a NaN: the argument, or, if it holds -inf alone as a mask does, the operation that
+    makes the NaN, with the argument. Further runs find the element that reaches the result, measure the ranges
     there and evaluate the same point in float32. No tensor is copied to the host.
 
     Args:
@@ -110,8 +119,16 @@ class _Examined:
         self.places = {place.number: place for place in self.block.places()}
         self.entry: Provenance | None = None  # where a fault of the forward pass enters the backward pass
         self.made = set[int]()  # the equations that made an inf or NaN, whether or not it reaches a result
+        self.mask = ""  # the argument whose -inf a fault was made from
         self.watched = functools.cache(self._watched)
         self._evaluation: Eager | None = None
+
+    def name_of(self, leaf: int) -> str:
+        """The argument of a leaf, in words."""
+        if leaf < len(self.names):
+            return argument_name(self.names[leaf])
+        array = jnp.asarray(self.leaves[leaf])
+        return f"an array that the function closes over, {array.dtype}{list(array.shape)}"
 
     def run(self, evaluation: Instrumented, leaves: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
         """Evaluates the program."""
@@ -152,9 +169,13 @@ def _search(program: _Examined) -> tuple[Provenance | None, Sequence[int]]:
     trips = program.watched().trips if has_while else {}
     outs, notes = program.run(Eager(CodeProbe(program.block, trips)), program.leaves)
     codes = jax.device_get(_codes(outs))
-    fault, program.entry, program.made = first_fault(
-        program.block, *jax.device_get((_codes(program.leaves), codes, notes))
+    fault, replay = first_fault(
+        program.block, *jax.device_get((_codes(program.leaves, code_of_argument), codes, notes))
     )
+    program.made = replay.made
+    if fault is not None:
+        program.entry = replay.entry(fault)
+        program.mask = program.name_of(replay.from_masks[fault]) if fault in replay.from_masks else ""
     return fault, codes
 
 
@@ -183,8 +204,8 @@ def _first_that_reaches(program: _Examined, fault: Provenance, first: int, posit
     return high - 1
 
 
-def _codes(arrays: Sequence[Any]) -> list[Any]:
-    return [code_of(jnp.asarray(x)) if is_inexact(x) else np.int32(0) for x in arrays]
+def _codes(arrays: Sequence[Any], code: Callable[[Any], Any] = code_of) -> list[Any]:
+    return [code(jnp.asarray(x)) if is_inexact(x) else np.int32(0) for x in arrays]
 
 
 def _float32_is_fine(original: Callable[[], TracedCall]) -> bool | None:
@@ -232,6 +253,7 @@ def _examined(
     kind = "nan" if np.isnan(here["value"]) else "inf"
     fine = math.isfinite(here["float32"] if value is None else value)
     overflows = kind == "inf" and place.name in GROWING
+    argument = _cast_argument(program, node)
     constants, doubtful = ("", False) if overflows else _lost_constants(program, node, original, not fine)
     evidence = Symptoms(
         primitive=place.name,
@@ -242,7 +264,9 @@ def _examined(
         operands32=tuple(map(float, there["operands"])) if reached else (),
         local=float(here["float32"]),
         float32=value,
-        backward=derivative or place.phase == BACKWARD or _was_finite(program, place),
+        backward=not argument and (derivative or place.phase == BACKWARD or _was_finite(program, place)),
+        argument=argument,
+        mask=program.mask,
         derivative=derivative,
         of_sqrt=_is_derivative_of_sqrt(flow, node),
         float8=out.dtype.name if out.dtype.name.startswith("float8") else "",
@@ -308,6 +332,15 @@ def _index_out_of_bounds(eqn: Any, ranges: Sequence[Any]) -> str:
     last = size - eqn.params["slice_sizes"][axes[0]]
     bad = [int(i) for i in (high, low) if not 0 <= i <= last]
     return f"index {bad[0]} of an axis of {size}" if bad else ""
+
+
+def _cast_argument(program: _Examined, node: Node) -> str:
+    """The argument that an equation casts, in words; empty if it casts a computed value, or is no cast."""
+    flow = program.flow
+    if primitive(node.site.name).op is not Op.CONVERT:
+        return ""
+    source = flow.source(node.reads[0], lambda each: primitive(each.site.name).moves)
+    return program.name_of(flow.inputs.index(source)) if source in flow.inputs else ""
 
 
 def _amplified_rounding(flow: Flow, place: Site) -> str:
@@ -392,10 +425,6 @@ def _first_bad(array: Any) -> tuple[Any, Any, Any]:
 def _in_argument(program: _Examined, index: int) -> NonFinite:
     """The report of a fault in an argument: the leaf, the number of elements and the index of the first."""
     array = jnp.asarray(program.leaves[index])
-    if index < len(program.names):
-        name = argument_name(program.names[index])
-    else:
-        name = f"an array that the function closes over, {array.dtype}{list(array.shape)}"
     first, count, is_nan = map(int, jax.device_get(_first_bad(array)))
     kind = "nan" if is_nan else "inf"
     element = tuple(int(i) for i in np.unravel_index(first, array.shape)) if array.shape else ()
@@ -410,5 +439,5 @@ def _in_argument(program: _Examined, index: int) -> NonFinite:
         output=array_text(array),
         count=count,
         element=element,
-        argument=name,
+        argument=program.name_of(index),
     )

@@ -25,6 +25,7 @@ from mpjax.program.source import BACKWARD
 # By name: loops, branches and checks each pass on a fault in their own way.
 
 INF, NAN = 1, 2
+MASK = -1  # of an argument: -inf, and no other inf or NaN
 _FOUND = ("found",)
 
 
@@ -54,6 +55,13 @@ def _reduced(x: Any, axes: tuple[int, ...]) -> Any:
     return (
         lax.reduce_max(codes, axes) if x.size else jnp.zeros([n for i, n in enumerate(x.shape) if i not in axes], int)
     )
+
+
+def code_of_argument(x: Any) -> Any:
+    """The code of an argument."""
+    code = code_of(x)
+    is_mask = not jnp.issubdtype(x.dtype, jnp.complexfloating) and (code == INF) & (jnp.max(x, initial=0) < jnp.inf)
+    return jnp.where(is_mask, MASK, code)
 
 
 class WatchProbe(Probe):
@@ -243,29 +251,30 @@ Address = Provenance | None
 
 def first_fault(
     block: Block, arguments: Sequence[int], outs: Sequence[int], notes: Mapping[Any, Any]
-) -> tuple[Provenance | None, Provenance | None, set[int]]:
-    """The first fault that reached a result of the program or a check for finite values.
-
-    Also returns the equation through which it enters the backward pass; None if a `where` of the forward pass passes it
-    on, or if it does not enter; and the numbers of all equations that made an inf or NaN, which may reach no result.
+) -> tuple[Provenance | None, _Replay]:
+    """The first fault that reached a result of the program or a check for finite values, and what the replay found.
 
     Args:
         block: The program.
-        arguments: The code of each argument, then of each array that the program closes over.
+        arguments: The code of each argument, then of each array that the program closes over: `MASK` if it holds -inf
+            as a mask or a logarithm of 0 does, and no other inf or NaN. Of a NaN made from it, the operation is the
+            source.
         outs: The code of each result.
         notes: The notes of a `CodeProbe`.
     """
     given = [Provenance(IDLE_ARGUMENT, (i,)) if code else None for i, code in enumerate(arguments)]
     count = len(block.jaxpr.invars)
-    replay = _Replay({place.number for place in block.places() if place.blocks})
+    replay = _Replay(
+        {place.number for place in block.places() if place.blocks},
+        {i for i, code in enumerate(arguments) if code == MASK},
+    )
     results = replay.block(block, given[:count], _Iteration((), notes), given[count:])
     found = list(replay.checked)
     for v, code, address in zip(block.jaxpr.outvars, outs, results, strict=True):
         last = USED_CONSTANT if not v.aval.shape else MADE
         if code and address is not None and address.rank <= last:
             found.append(address)
-    fault = min(found, default=None)
-    return fault, None if fault in replay.passed_on else replay.entries.get(fault), replay.made
+    return min(found, default=None), replay
 
 
 class _Iteration(NamedTuple):
@@ -281,14 +290,27 @@ class _Iteration(NamedTuple):
 
 
 class _Replay:
-    """Replays a program with addresses in place of values."""
+    """Replays a program with addresses in place of values.
 
-    def __init__(self, with_blocks: set[int]) -> None:
-        self.with_blocks = with_blocks  # the numbers of the equations that have sub-jaxprs
+    Args:
+        with_blocks: The numbers of the equations that have sub-jaxprs.
+        masks: The indices of the arguments that are masks.
+    """
+
+    def __init__(self, with_blocks: set[int], masks: set[int]) -> None:
+        self.with_blocks, self.masks = with_blocks, masks
         self.checked: set[Provenance] = set()
-        self.made: set[int] = set()
+        self.made: set[int] = set()  # the equations that made an inf or NaN, which may reach no result
+        self.from_masks: dict[Address, int] = {}  # the mask from which an equation made a NaN
         self.passed_on: set[Address] = set()
         self.entries: dict[Address, Provenance] = {}
+
+    def entry(self, fault: Provenance) -> Provenance | None:
+        """The equation through which a fault enters the backward pass.
+
+        None if a `where` of the forward pass passes it on, or if it does not enter.
+        """
+        return None if fault in self.passed_on else self.entries.get(fault)
 
     def block(
         self, block: Block, addresses: Sequence[Address], iteration: _Iteration, consts: Sequence[Address] | None = None
@@ -318,7 +340,7 @@ class _Replay:
         outs: list[Address] = []
         for i, v in enumerate(outvars):
             if is_inexact(v):
-                outs.append(_address(int(iteration.notes["code", place.number, i]), given, own, row.keeps_values))
+                outs.append(self._address(int(iteration.notes["code", place.number, i]), given, own, row.keeps_values))
             else:
                 joins = row.keeps_values and not row.kernel
                 is_check = row.logic or joins or (name == "ne" and _compares_itself(place.eqn))
@@ -330,6 +352,21 @@ class _Replay:
             elif name == "select_n":
                 self.passed_on.add(given)
         return outs
+
+    def _address(self, code: int, given: Address, own: Provenance, moves: bool) -> Address:
+        """The address of a result, from that of its operands."""
+        if not code:
+            return None
+        if given is None:
+            return own
+        if moves or given.rank in (BAD_ARGUMENT, MADE):
+            return given
+        if code == NAN and given.is_argument and given.number not in self.masks:
+            return Provenance(BAD_ARGUMENT, given.when)
+        if code == NAN:
+            self.from_masks |= {own: given.number} if given.is_argument else {}
+            return own
+        return Provenance(_USED.get(given.rank, given.rank), given.when)
 
     def _read_here(self, address: Address, when: tuple[int, ...]) -> Address:
         """Assigns a constant that was passed to a sub-jaxpr to the equation there that reads it."""
@@ -361,19 +398,6 @@ class _Replay:
             carry, new = outs[: len(carry)], outs[len(carry) :]
             ys = [old if old is not None else address for old, address in zip(ys, new, strict=True)]
         return [*carry, *ys]
-
-
-def _address(code: int, given: Address, own: Provenance, moves: bool) -> Address:
-    """The address of a result, from that of its operands."""
-    if not code:
-        return None
-    if given is None:
-        return own
-    if moves or given.rank in (BAD_ARGUMENT, MADE):
-        return given
-    if code == NAN:
-        return Provenance(BAD_ARGUMENT, given.when) if given.is_argument else own
-    return Provenance(_USED.get(given.rank, given.rank), given.when)
 
 
 def _constant(value: Any, when: tuple[int, ...]) -> Address:

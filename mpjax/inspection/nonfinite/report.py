@@ -144,6 +144,8 @@ class Symptoms:
         doubtful: Whether a constant of the line is zero in half, and it is not known what was written.
         index: The index out of bounds with which a gather made it, in words.
         rounding: What was rounded before, if the operation amplifies it, and the line that rounded it.
+        argument: The argument that the operation casts; empty if it is no such cast.
+        mask: The argument whose -inf it read; empty if there is none.
         where_gradient: Whether the fault only matters in the backward pass, which has a `where` that selects zeros.
         float32_is_fine: Returns whether the function is finite when traced in float32; None if unknown.
     """
@@ -166,6 +168,8 @@ class Symptoms:
     doubtful: bool = False
     rounding: str = ""
     index: str = ""
+    argument: str = ""
+    mask: str = ""
     where_gradient: bool = False
     float32_is_fine: Callable[[], bool | None] = lambda: False
 
@@ -181,6 +185,11 @@ _SQRT = "the derivative of a square root at zero is infinite (sqrt(x + epsilon) 
 
 def diagnosis_of(found: Symptoms) -> str:
     """The cause and the fix, in one sentence."""
+    masked = f" ({found.mask} held -inf before the call)" if found.mask else ""
+    return _diagnosis(found) + masked
+
+
+def _diagnosis(found: Symptoms) -> str:
     if found.constant:
         what = "an infinite constant" if found.kind == "inf" else "a constant NaN"
         return f"{what} of the program, read here, reaches the result: check the mask or the initial value"
@@ -217,6 +226,11 @@ def diagnosis_of(found: Symptoms) -> str:
     shown = f"(float32 value {number(value)})"
     if found.kind == "inf" and found.half_here and not _divides_by_zero(cause):
         text = f"overflow of {found.half} here {shown}"
+        if found.argument:
+            text += (
+                f"; it is in {found.argument}, so no loss scale changes it: scale the data, keep this line in float32, "
+                "or use bfloat16"
+            )
         if found.backward:
             text += "; in the backward pass: if the loss is scaled, a smaller loss scale may keep it in range"
         return text

@@ -101,3 +101,19 @@ def test_sums_over_iterations_that_are_stored_in_half_are_risks():
     assert risks(lambda w, xs: accumulated(w, xs, mean=True), jnp.eye(8), xs)
     assert not risks(lambda w, xs: accumulated(w, xs, jnp.float32), jnp.eye(8), xs)
     assert not risks(layers, jnp.ones((3, 8, 8), half), jnp.ones((4, 8), half)), "a residual stream"
+
+
+@pytest.mark.parametrize(
+    "new", [lambda y: jax.nn.one_hot(y, 4, dtype=jnp.bfloat16).sum(0), lambda y: jax.nn.one_hot(y, 4).mean(0)]
+)
+def test_a_count_or_a_metric_that_calls_sum_up_in_half_is_a_risk(new):
+    """It stalls: 1,000 batches of 8 in each class count 2,048."""
+
+    def count(total, y):
+        return total + new(y).astype(total.dtype)
+
+    y = jnp.arange(32) % 4
+    for dtype, expected in ((jnp.bfloat16, ["accumulator"]), (jnp.float32, [])):
+        found = mpjax.audit(count, jnp.zeros(4, dtype), y).risks
+        assert [risk.kind for risk in found if risk.kind == "accumulator"] == expected
+    assert not mpjax.audit(lambda a, b: a + b, jnp.zeros(4, jnp.bfloat16), jnp.zeros(4, jnp.bfloat16)).risks

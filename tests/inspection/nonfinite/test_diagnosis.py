@@ -197,3 +197,56 @@ def test_an_overflow_of_the_forward_pass_is_no_fault_of_the_scale(form):
     found = mpjax.find_nonfinite(gradient, weights, jnp.full((8, 16), 20.0))
     assert (found.primitive, found.direction) == ("dot_general", "forward")
     assert "loss scale" not in str(found)
+
+
+@pytest.mark.parametrize("absorb", [jnp.tanh, lambda h: jnp.minimum(h, 1.0), jax.nn.relu])
+def test_a_number_of_the_data_beyond_half_is_no_fault_of_the_scale(absorb):
+    """Where the forward pass absorbs its infinity, the backward pass casts it again and meets it first."""
+
+    def loss(params, x):
+        return jnp.mean((absorb(x @ params["a"]) @ params["b"]) ** 2)
+
+    rng = np.random.default_rng(0)
+    params = {"a": np.float32(rng.normal(size=(8, 8))), "b": np.ones((8, 1), np.float32)}
+    x = np.float32(rng.normal(size=(16, 8)))
+    x[5, 1] = 7e4
+    found = find_nonfinite(mpjax.value_and_grad(loss, policy="mixed_float16"), params, x)
+    assert (found.primitive, found.direction, found.element) == ("convert_element_type", "forward", (5, 1))
+    assert "it is in args[1], so no loss scale changes it" in found.diagnosis
+    # The cures that it names.
+    assert find_nonfinite(mpjax.value_and_grad(loss, policy="mixed_float16"), params, x / 100) is None
+    assert find_nonfinite(mpjax.value_and_grad(loss, policy="mixed_bfloat16"), params, x) is None
+
+
+def test_an_argument_that_masks_is_not_blamed_for_a_row_that_is_hidden_whole():
+    def attention(bias, x):
+        return jnp.mean((jax.nn.softmax(x @ x.T + bias) @ x) ** 2)
+
+    x = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
+    causal = np.where(np.tri(5, dtype=bool), np.float32(0), -np.float32(np.inf))
+    assert find_nonfinite(attention, causal, x) is None
+    causal[2] = -np.inf
+    found = find_nonfinite(attention, causal, x)
+    assert (found.argument, found.primitive, found.element) == (None, "sub", (2, 0))
+    assert found.diagnosis.startswith("inf - inf")
+    assert found.diagnosis.endswith("(args[0] held -inf before the call)")
+
+
+def test_the_logarithm_of_a_probability_of_zero_is_not_blamed_for_the_trap_of_a_where():
+    def entropy(log_p, logits):
+        log_p = log_p + logits
+        p = jnp.exp(log_p)
+        return -jnp.sum(jnp.where(p > 0, p * log_p, 0.0))
+
+    log_p = np.log(np.full((4, 5), 0.2, np.float32))
+    log_p[1, 2] = -np.inf
+    found = find_nonfinite(jax.grad(entropy, argnums=1), log_p, np.zeros((4, 5), np.float32))
+    assert (found.argument, found.element) == (None, (1, 2))
+    assert "the gradient of a where" in found.diagnosis
+
+
+def test_an_infinite_parameter_is_still_named():
+    w = np.ones((3, 2), np.float32)
+    w[1, 0] = np.inf
+    found = find_nonfinite(lambda w, x: jnp.mean(jax.nn.softmax(x @ w)), w, np.ones((4, 3), np.float32))
+    assert found.argument == "args[0]"
