@@ -310,6 +310,22 @@ def test_a_loss_whose_logits_are_read_stays_as_it_is(loss):
     assert programs[0] == programs[1]
 
 
+def test_heads_that_label_each_other_end():
+    """One of them is fused, and gives its argmax to the other, which stays as it is."""
+
+    def mutual(params, x, y):
+        a, b = logits_of(params, x), x @ params[1].T
+        losses = optax.softmax_cross_entropy_with_integer_labels
+        return losses(a, jnp.argmax(b, -1)).mean() + losses(b, jnp.argmax(a, -1)).mean()
+
+    args = arguments()
+    found = rows(mutual, *args)
+    assert [row.op for row in found] == ["fused_cross_entropy", "cross_entropy"]
+    assert "its labels follow from logits that follow from it" in found[1].why
+    today, fused = (jax.jit(autocast(mutual, c))(*args) for c in CHOICES)
+    np.testing.assert_allclose(fused, today, rtol=1e-2)
+
+
 def test_a_maximum_whose_mean_is_stopped_has_no_gradient():
     def logged(params, x, y):
         logits = logits_of(params, x)

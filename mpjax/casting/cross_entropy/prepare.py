@@ -163,8 +163,12 @@ def _renamed(atoms: Sequence[Any], names: Mapping[Any, Any]) -> list[Any]:
 
 
 def _in_order(eqns: Sequence[Any]) -> list[Any]:
-    """Equations in an order in which each value is made before it is read."""
-    flow = Dataflow(eqns)
+    """Equations in an order in which each value is made before it is read.
+
+    Raises:
+        ValueError: There is none, as for two losses that each have labels from the other's logits.
+    """
+    flow, most = Dataflow(eqns), sum(len(eqn.invars) for eqn in eqns)
     done: set[int] = set()
     order: list[Any] = []
     for eqn in eqns:
@@ -174,12 +178,12 @@ def _in_order(eqns: Sequence[Any]) -> list[Any]:
             makers = map(flow.maker, variables(top.invars))
             needed = [maker for maker in makers if maker is not None and id(maker) not in done]
             if needed and id(top) not in done:
+                if len(waiting) > most:
+                    raise ValueError("its labels follow from logits that follow from it")
                 waiting += needed
                 continue
             waiting.pop()
             if id(top) not in done:
                 done.add(id(top))
                 order.append(top)
-            elif len(waiting) > len(eqns):
-                raise ValueError("an equation reads what follows from it")
     return order

@@ -168,10 +168,9 @@ def _search(program: _Examined) -> tuple[Provenance | None, Sequence[int]]:
     has_while = any(place.name == "while" for place in program.places.values())
     trips = program.watched().trips if has_while else {}
     outs, notes = program.run(Eager(CodeProbe(program.block, trips)), program.leaves)
-    codes = jax.device_get(_codes(outs))
-    fault, replay = first_fault(
-        program.block, *jax.device_get((_codes(program.leaves, code_of_argument), codes, notes))
-    )
+    codes, arguments = jax.device_get((_codes(outs), _codes(program.leaves)))
+    arguments = list(map(code_of_argument, program.leaves, arguments))
+    fault, replay = first_fault(program.block, arguments, codes, jax.device_get(notes))
     program.made = replay.made
     if fault is not None:
         program.entry = replay.entry(fault)
@@ -204,8 +203,8 @@ def _first_that_reaches(program: _Examined, fault: Provenance, first: int, posit
     return high - 1
 
 
-def _codes(arrays: Sequence[Any], code: Callable[[Any], Any] = code_of) -> list[Any]:
-    return [code(jnp.asarray(x)) if is_inexact(x) else np.int32(0) for x in arrays]
+def _codes(arrays: Sequence[Any]) -> list[Any]:
+    return [code_of(jnp.asarray(x)) if is_inexact(x) else np.int32(0) for x in arrays]
 
 
 def _float32_is_fine(original: Callable[[], TracedCall]) -> bool | None:

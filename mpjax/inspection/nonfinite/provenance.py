@@ -57,11 +57,11 @@ def _reduced(x: Any, axes: tuple[int, ...]) -> Any:
     )
 
 
-def code_of_argument(x: Any) -> Any:
-    """The code of an argument."""
-    code = code_of(x)
-    is_mask = not jnp.issubdtype(x.dtype, jnp.complexfloating) and (code == INF) & (jnp.max(x, initial=0) < jnp.inf)
-    return jnp.where(is_mask, MASK, code)
+def code_of_argument(x: Any, code: int) -> int:
+    """The code of an argument, given that of any array."""
+    if code != INF or jnp.issubdtype(jnp.result_type(x), jnp.complexfloating):
+        return code
+    return MASK if bool(jnp.max(x) < jnp.inf) else INF
 
 
 class WatchProbe(Probe):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpjax.inspection.reports import Report, Section, array_text
+from mpjax.program import compat
 
 # By name: each operation has its own reason for an inf or NaN.
 
@@ -258,9 +259,11 @@ def _divides_by_zero(cause: str) -> bool:
 
 
 def _lost(found: Symptoms, cause: str) -> str:
-    """The operand that the half dtype flushed to zero, as a clause; empty if there is none."""
+    """The operand that is zero in the half dtype alone, flushed here or before, as a clause; empty if there is none."""
     for here, there in zip(found.operands, found.operands32, strict=False):
         if here == 0 and there != 0 and math.isfinite(there) and _divides_by_zero(cause):
+            if abs(there) > float(compat.finfo(found.half).smallest_subnormal):
+                return f", because it reads 0 in {found.half} where float32 has {number(there)}"
             return f", because {found.half} flushed {number(there)} to zero"
     return ""
 

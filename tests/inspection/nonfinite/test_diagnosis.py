@@ -250,3 +250,10 @@ def test_an_infinite_parameter_is_still_named():
     w[1, 0] = np.inf
     found = find_nonfinite(lambda w, x: jnp.mean(jax.nn.softmax(x @ w)), w, np.ones((4, 3), np.float32))
     assert found.argument == "args[0]"
+
+
+def test_a_root_of_what_half_flushed_is_not_called_flushed():
+    """Adam's second moments of half parameters: their roots are numbers that float16 has."""
+    found = find_nonfinite(lambda g: g / jnp.sqrt(g * g), np.full(3, 1e-6, HALF))
+    assert found.primitive == "div"
+    assert "because it reads 0 in float16 where float32 has 1.013e-06" in found.diagnosis
