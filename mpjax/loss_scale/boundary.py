@@ -31,7 +31,7 @@ from mpjax.loss_scale.cotangents import (
     unscale_by,
 )
 from mpjax.loss_scale.state import loss_scale_of
-from mpjax.loss_scale.usage import warn_of_rules_outside
+from mpjax.loss_scale.usage import warn_of_gradients_divided_twice, warn_of_rules_outside
 from mpjax.policy import is_half
 from mpjax.program import compat, contexts
 from mpjax.program.source import OUTSIDE, SCALED
@@ -219,6 +219,7 @@ def unscale(grads: T, opt_state: Any) -> T:
         0.5
     """
     warn_of_rules_outside()
+    warn_of_gradients_divided_twice("mpjax.unscale", "Leave it out.")
     return unscale_by(grads, loss_scale_of(opt_state))
 
 

@@ -22,7 +22,12 @@ from mpjax.loss_scale.cotangents import unscale_by
 from mpjax.loss_scale.replicas import all_finite
 from mpjax.loss_scale.state import LossScaleState, contains_state
 from mpjax.loss_scale.trees import cast_like, row_major, settled
-from mpjax.loss_scale.usage import warn_of_rules_outside, warn_of_unscaled_gradients, warn_without_masters
+from mpjax.loss_scale.usage import (
+    warn_of_gradients_divided_twice,
+    warn_of_rules_outside,
+    warn_of_unscaled_gradients,
+    warn_without_masters,
+)
 from mpjax.policy import get_policy
 from mpjax.program import compat
 from mpjax.program.source import UPDATE
@@ -274,6 +279,7 @@ def _loss_scaled(
         """The next state, whose `last_finite` is the decision."""
         if grads_are_scaled:
             warn_of_rules_outside()
+            warn_of_gradients_divided_twice("an optimizer with grads_are_scaled=True", "Leave grads_are_scaled out.")
         elif expects_scaled:
             warn_of_unscaled_gradients(init_scale)
         with jax.named_scope(UPDATE) if expects_scaled else contextlib.nullcontext():

@@ -11,7 +11,7 @@ from mpjax.loss_scale.state import LossScaleWarning, roundings
 from mpjax.policy import is_half, path_string
 from mpjax.program import compat
 from mpjax.program.graph import passes_of
-from mpjax.program.source import BACKWARD, OUTSIDE, SCALED, user_stacklevel
+from mpjax.program.source import BACKWARD, DIVIDED, OUTSIDE, SCALED, user_stacklevel
 
 _MESSAGE = (
     "loss scaling: this optimizer has a loss scale of {scale:g}, but mpjax did not scale the gradient in this program: "
@@ -19,6 +19,10 @@ _MESSAGE = (
     "jax.value_and_grad(loss_fn), or jax.grad, nnx.grad, eqx.filter_grad of mpjax.scale_loss(loss_fn, opt_state). If "
     "the loop multiplies the loss by the scale itself, nothing divides the gradient again, and it is {scale:g} times "
     "too large: give dynamic_loss_scale(tx, grads_are_scaled=True), or leave the product out."
+)
+_TWICE = (
+    "loss scaling: {caller} divides gradients by the loss scale, but those of mpjax.value_and_grad and "
+    "mpjax.scale_loss in this program are divided already: updates are too small by the scale. {instead}"
 )
 _OUTSIDE = (
     "loss scaling: true_cotangents was differentiated in a function that neither mpjax.value_and_grad nor "
@@ -44,6 +48,17 @@ def warn_of_unscaled_gradients(scale: float) -> None:
     passes = passes_of(compat.traced_equations())
     if BACKWARD in passes and SCALED not in passes:
         warnings.warn(_MESSAGE.format(scale=scale), LossScaleWarning, stacklevel=user_stacklevel())
+
+
+def warn_of_gradients_divided_twice(caller: str, instead: str) -> None:
+    """Warns of a division by the loss scale in a program in which mpjax has made gradients true.
+
+    Args:
+        caller: What divides.
+        instead: The way out.
+    """
+    if DIVIDED in passes_of(compat.traced_equations()):
+        warnings.warn(_TWICE.format(caller=caller, instead=instead), LossScaleWarning, stacklevel=user_stacklevel())
 
 
 def warn_without_masters(state: Any, params: Any) -> None:

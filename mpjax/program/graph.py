@@ -18,7 +18,18 @@ import numpy as np
 
 from mpjax.program import compat
 from mpjax.program.primitives import TABLE, Op, matmul_flops, primitive
-from mpjax.program.source import BACKWARD, OUTSIDE, SCALED, join, module_of, path_of, phase_of, scopes, source_line
+from mpjax.program.source import (
+    BACKWARD,
+    DIVIDED,
+    OUTSIDE,
+    SCALED,
+    join,
+    module_of,
+    path_of,
+    phase_of,
+    scopes,
+    source_line,
+)
 
 # By name: each holds its sub-jaxprs, and how often they run, in parameters of its own.
 
@@ -291,12 +302,14 @@ def _with_sub_jaxprs_replaced(eqn: Any, equation: Callable[[Any], Any], known: M
 def passes_of(eqns: Iterable[Any]) -> frozenset[str]:
     """The passes of the matmuls among equations, and the marks of loss scaling.
 
-    `SCALED` marks products with a loss scale, and `OUTSIDE` derivative rules that no scaled loss is around.
+    `SCALED` marks products with a loss scale, `DIVIDED` those of the backward pass, which make gradients true, and
+    `OUTSIDE` derivative rules that no scaled loss is around.
     """
     found: set[str] = set()
     for eqn in eqns:
         module, row = scopes(eqn), primitive(eqn.primitive.name)
         found |= {SCALED} if SCALED in module else set()
+        found |= {DIVIDED} if SCALED in module and phase_of(module) == BACKWARD else set()
         found |= {OUTSIDE} if OUTSIDE in module and phase_of(module) == BACKWARD else set()
         found |= {phase_of(module)} if row.op is Op.ALLOW else set()
         for inner in sub_jaxprs(eqn) if row.op is Op.ENTER else ():

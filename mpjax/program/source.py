@@ -24,6 +24,7 @@ SCALED = MARK + "scaled"  # around the products with the loss scale
 UPDATE = MARK + "update"  # around the decision of an optimizer that expects scaled gradients
 TRUE = MARK + "true"  # around functions with derivative rules that receive true cotangents in a scaled loss
 OUTSIDE = MARK + "outside"  # around such functions outside of scaled losses
+DIVIDED = "divided"  # gradients that mpjax divides by the loss scale
 NO_REGIONS = (SCALED, UPDATE, TRUE, OUTSIDE)
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
 _REMATTED = "rematted_computation"  # JAX's scope around the operations that a remat recomputes

@@ -113,3 +113,35 @@ def test_audit_of_such_a_step_leads_with_it(gradient):
     assert (": unscaled" in report.headline) == (gradient == "jax.grad")
     assert bool(re.search("mpjax scales no gradient.*mpjax.value_and_grad", str(report))) == (gradient == "jax.grad")
     assert ([risk.kind for risk in report.risks[:1]] == ["unscaled"]) == (gradient == "jax.grad")
+
+
+TWICE = "divides gradients by the loss scale, but those of mpjax.value_and_grad and mpjax.scale_loss"
+
+
+@pytest.mark.parametrize("form", ["update", "apply_gradients"])
+@pytest.mark.parametrize("gradient", ["mpjax.grad", "scale_loss"])
+def test_true_gradients_for_an_optimizer_that_divides_warn(gradient, form):
+    """Training stood still: updates were too small by the scale."""
+    tx = mpjax.dynamic_loss_scale(optax.sgd(0.1), grads_are_scaled=True)
+    with pytest.warns(mpjax.LossScaleWarning, match=f"grads_are_scaled=True {TWICE}") as caught:
+        run(tx, GRADIENTS[gradient], form)
+    assert caught[0].filename == __file__
+
+
+def test_true_gradients_that_are_unscaled_warn():
+    def unscaled(params, state, x):
+        return mpjax.unscale(GRADIENTS["scale_loss"](params, state, x), state)
+
+    with pytest.warns(mpjax.LossScaleWarning, match=f"mpjax.unscale {TWICE}"):
+        run(mpjax.dynamic_loss_scale(optax.sgd(0.1)), unscaled)
+
+
+def test_gradients_that_the_loop_scales_may_be_unscaled_for_a_log():
+    def scaled(params, state, x):
+        grads = jax.grad(lambda params: loss_fn(params, x) * state.loss_scale)(params)
+        jax.tree.map(jnp.sum, mpjax.unscale(grads, state))
+        return grads
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(mpjax.dynamic_loss_scale(optax.sgd(0.1), grads_are_scaled=True), scaled, "apply_gradients")
