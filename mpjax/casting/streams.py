@@ -62,11 +62,22 @@ def additions_in_a_row(jaxpr: Any) -> int:
         if eqn.outvars and eqn.outvars[0] in additions:
             added = 1
         elif row.op is Op.ENTER:
-            added = max((additions_in_a_row(sub.jaxpr) for sub in sub_jaxprs(eqn)), default=0)
+            # Layers multiply; a loop that does not, such as that of a CTC loss, adds to no stream.
+            inside = [sub.jaxpr for sub in sub_jaxprs(eqn) if not row.loop or has_matmuls(sub.jaxpr)]
+            added = max(map(additions_in_a_row, inside), default=0)
             added *= eqn.params.get("length", 1) if row.loop else 1
         if added or carried_by(flow, eqn) is not None:
             counts.update((v, before + added) for v in eqn.outvars)
     return max(counts.values(), default=0)
+
+
+@once_per_jaxpr
+def has_matmuls(jaxpr: Any) -> bool:
+    """Whether a jaxpr, or a sub-jaxpr of it, has a matmul."""
+    return any(
+        primitive(eqn.primitive.name).op is Op.ALLOW or any(has_matmuls(sub.jaxpr) for sub in sub_jaxprs(eqn))
+        for eqn in jaxpr.eqns
+    )
 
 
 def _state(flow: Dataflow, v: Any) -> Any:

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -289,3 +290,28 @@ def test_an_equation_without_results_is_no_addition():
         return plain(w, x)
 
     jax.make_jaxpr(mpjax.autocast(fun, rules=FLOAT32))(W, X)
+
+
+@pytest.mark.filterwarnings("ignore:float16 is differentiated")
+@pytest.mark.parametrize("rules", [None, FLOAT32])
+def test_the_loop_of_a_ctc_loss_is_no_stream(rules):
+    """It adds to -1e5, which float16 has not, in its carry. It multiplies by nothing, as layers do."""
+
+    def loss(w, x, labels):
+        h, _ = lax.scan(lambda h, w: (layer(h, w), None), x, w)
+        return optax.ctc_loss(h, jnp.zeros(h.shape[:2]), labels, jnp.zeros(labels.shape)).mean()
+
+    w = np.tile(W[:1], (13, 1, 1))
+    x = np.random.default_rng(0).normal(size=(2, 30, 8)).astype(np.float32)
+    labels = np.array([[1, 2, 3], [2, 1, 4]])
+    found, gradient = jax.value_and_grad(mpjax.autocast(loss, "mixed_float16", rules=rules))(w, x, labels)
+    np.testing.assert_allclose(found, loss(w, x, labels), rtol=0.02)
+    assert np.isfinite(gradient).all()
+
+
+@pytest.mark.standard_promotion
+def test_a_loop_without_matmuls_has_no_additions_of_a_stream():
+    def fun(x):
+        return lax.scan(lambda h, y: (jnp.logaddexp(h, h + y) * 0.5, None), x[0], x)[0]
+
+    assert additions_in_a_row(jax.make_jaxpr(fun)(np.ones((40, 4, 8), np.float32))) == 0

@@ -23,6 +23,7 @@ from mpjax.casting.lattice import FULL, HALF, STREAM, Inferred, Level, carried, 
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.rewrite import MixedValue, arrays_of, run_closed, values_of
 from mpjax.casting.setting import Setting
+from mpjax.casting.streams import has_matmuls
 from mpjax.casting.updates import Added, added_to, is_gated, is_one_map
 from mpjax.casting.uses import RESULT, Use, Uses, uses
 from mpjax.kernels.weight_gradients import detached, straight_through
@@ -191,7 +192,7 @@ def _carry_fixed_point(
 
 def _is_stream(body: SubJaxpr, i: int, setting: Setting) -> bool:
     """Whether a carry is the residual stream of a `scan` over layers, and float32."""
-    return bool(added_to(body, i)) and setting.wide_stream and not is_one_map(body, i)
+    return bool(added_to(body, i)) and setting.wide_stream and has_matmuls(body.jaxpr) and not is_one_map(body, i)
 
 
 def _keeps_float32(level: Level, use: Use, body: SubJaxpr, i: int, setting: Setting) -> bool:
