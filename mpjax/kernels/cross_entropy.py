@@ -174,7 +174,7 @@ class _Walk:
         return lax.scan(lambda carry, at: (body(carry, *at), None), carry, steps)[0]
 
 
-_OF_BLOCK = (1, 2)  # the axes of a block's logits, but for its rows
+_OF_BLOCK = (1, 2)  # the axes of the vocabulary in a block's logits
 
 
 def _of_rows(x: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -58,7 +57,7 @@ def cast(x: Any, dtype: Any) -> Any:
     if here.empty and own.empty and isinstance(x, jax.core.Tracer):
         params = {"new_dtype": np.dtype(dtype), "weak_type": False, "sharding": None}
         return bind(jax.lax.convert_element_type_p, [x], params, [in_dtype(aval, np.dtype(dtype))])
-    with contextlib.nullcontext() if here.empty or own.empty or own == here else compat.use_abstract_mesh(own):
+    with compat.on_mesh_of(aval):
         return jax.lax.convert_element_type(x, dtype)
 
 

@@ -583,6 +583,12 @@ def on_current_mesh(x: Any) -> Any:
     return x if own.empty or own == here else jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim))
 
 
+def on_mesh_of(aval: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which JAX computes on the mesh of an abstract value, which `jax.sharding.auto_axes` changes."""
+    here, own = jax.sharding.get_abstract_mesh(), aval.sharding.mesh
+    return contextlib.nullcontext() if here.empty or own.empty or own == here else use_abstract_mesh(own)
+
+
 def is_shaped(aval: Any) -> bool:
     """Whether an abstract value is an array: not a reference, a token or a key."""
     return type(aval) is jax.core.ShapedArray

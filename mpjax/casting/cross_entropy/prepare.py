@@ -36,7 +36,8 @@ def without_logits(original: Any, setting: Setting) -> tuple[Any, tuple[tuple[An
             refused.append((matmul, found if isinstance(found, str) else listing.why))
             continue
         try:
-            jaxpr = jaxpr.replace(eqns=_written(jaxpr.eqns, found))
+            with compat.on_mesh_of(matmul.outvars[0].aval):
+                jaxpr = jaxpr.replace(eqns=_written(jaxpr.eqns, found))
         except Exception as error:  # A program that this code did not foresee still runs as it is written.
             refused.append((matmul, f"its form was not understood: {reason(error)}"))
     changed = any(eqn.primitive is CROSS_ENTROPY for eqn in jaxpr.eqns)

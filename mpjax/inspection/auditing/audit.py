@@ -121,9 +121,7 @@ def _unscaled(sites: list[Site]) -> list[Risk]:
     marks = {mark for site in sites for mark in (UPDATE, SCALED) if mark in scopes(site.eqn)}
     if marks != {UPDATE} or all(site.phase == FORWARD for site in sites):
         return []
-    why = (
-        "mpjax scales no gradient of it: use mpjax.value_and_grad, or grads_are_scaled=True if the loop scales the loss"
-    )
+    why = "mpjax scales no gradient: use mpjax.value_and_grad, or grads_are_scaled=True if the loop scales the loss"
     return [Risk("unscaled", "", "", "loss_scale", "float16", (BACKWARD,), 1, why)]
 
 

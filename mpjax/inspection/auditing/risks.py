@@ -291,12 +291,8 @@ def _accumulators(flow: Flow) -> Iterator[RiskySite]:
         terms = [flow.source(v, _passes) for v in node.reads] if node is not None else []
         makers = [maker for v in terms if (maker := flow.maker(v)) is not None]
         of_gradients = any(maker.site.phase == BACKWARD for maker in makers)
-        is_sum = node is not None and primitive(node.site.name).adds
-        if (
-            is_sum
-            and (of_gradients or _is_reduction(flow, terms))
-            and any(v.kind == INPUT and is_half(v) for v in terms)
-        ):
+        is_added = node is not None and primitive(node.site.name).adds and any(map(_is_half_input, terms))
+        if is_added and (of_gradients or _is_reduction(flow, terms)):
             yield "accumulator", node.site, dtype.name, _summed("calls", dtype)
         elif of_gradients and node.site.name == "reduce_sum" and dtype == np.float16:
             yield "sum", node.site, dtype.name, "a sum of gradients that is cast to float16, which overflows at 65504"

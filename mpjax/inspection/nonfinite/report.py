@@ -229,7 +229,7 @@ def _diagnosis(found: Symptoms) -> str:
         text = f"overflow of {found.half} here {shown}"
         if found.argument:
             text += (
-                f"; it is in {found.argument}, so no loss scale changes it: scale the data, keep this line in float32, "
+                f"; it is in {found.argument}, so no loss scale changes it: scale it down, keep this line in float32, "
                 "or use bfloat16"
             )
         if found.backward:

@@ -216,6 +216,10 @@ def test_a_number_of_the_data_beyond_half_is_no_fault_of_the_scale(absorb):
     # The cures that it names.
     assert find_nonfinite(mpjax.value_and_grad(loss, policy="mixed_float16"), params, x / 100) is None
     assert find_nonfinite(mpjax.value_and_grad(loss, policy="mixed_bfloat16"), params, x) is None
+    in_float32 = mpjax.autocast(loss, "mixed_float16", rules=mpjax.Rules(deny=[found.source]))
+    assert find_nonfinite(jax.grad(mpjax.autocast(loss, "mixed_float16")), params, x) is not None
+    with pytest.warns(mpjax.AutocastWarning):  # nothing is left in half
+        assert find_nonfinite(jax.grad(in_float32), params, x) is None
 
 
 def test_an_argument_that_masks_is_not_blamed_for_a_row_that_is_hidden_whole():
