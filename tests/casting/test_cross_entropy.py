@@ -447,7 +447,8 @@ def test_auto_axes_let_a_loss_on_explicit_axes_be_found():
         cast = [mpjax.autocast(auto, "mixed_bfloat16", rules=Rules(cross_entropy=c)) for c in CHOICES]
         assert "fused_cross_entropy" in {row.op for row in mpjax.explain(cast[1], w, x, y).rows}
         today, fused, exact = (jax.jit(jax.grad(fun))(w, x, y) for fun in (*cast, auto))
-        assert (relative(fused, exact) <= 1.1 * relative(today, exact)).all()
+        half = float(jnp.finfo(jnp.bfloat16).eps)
+        assert (relative(fused, exact) <= 1.1 * relative(today, exact) + half / 4).all()
 
 
 def test_explicit_axes_are_refused():
