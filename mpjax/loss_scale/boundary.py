@@ -219,7 +219,7 @@ def unscale(grads: T, opt_state: Any) -> T:
         0.5
     """
     warn_of_rules_outside()
-    warn_of_gradients_divided_twice("mpjax.unscale", "Leave it out.")
+    warn_of_gradients_divided_twice(grads, "mpjax.unscale", "Leave it out.")
     return unscale_by(grads, loss_scale_of(opt_state))
 
 

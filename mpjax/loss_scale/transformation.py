@@ -279,9 +279,11 @@ def _loss_scaled(
         """The next state, whose `last_finite` is the decision."""
         if grads_are_scaled:
             warn_of_rules_outside()
-            warn_of_gradients_divided_twice("an optimizer with grads_are_scaled=True", "Leave grads_are_scaled out.")
+            warn_of_gradients_divided_twice(
+                values, "an optimizer with grads_are_scaled=True", "Leave grads_are_scaled out."
+            )
         elif expects_scaled:
-            warn_of_unscaled_gradients(init_scale)
+            warn_of_unscaled_gradients(values, init_scale)
         with jax.named_scope(UPDATE) if expects_scaled else contextlib.nullcontext():
             loss_finite = all_finite(extra_args.get("value"), state.loss_scale, axis_name)
             finite = all_finite(values, state.loss_scale, axis_name) & loss_finite

@@ -21,8 +21,8 @@ _MESSAGE = (
     "too large: give dynamic_loss_scale(tx, grads_are_scaled=True), or leave the product out."
 )
 _TWICE = (
-    "loss scaling: {caller} divides gradients by the loss scale, but those of mpjax.value_and_grad and "
-    "mpjax.scale_loss in this program are divided already: updates are too small by the scale. {instead}"
+    "loss scaling: {caller} divides gradients by the loss scale, but mpjax.value_and_grad or "
+    "mpjax.scale_loss has divided them already: they are too small by the scale. {instead}"
 )
 _OUTSIDE = (
     "loss scaling: true_cotangents was differentiated in a function that neither mpjax.value_and_grad nor "
@@ -37,27 +37,29 @@ def warn_of_rules_outside() -> None:
         warnings.warn(_OUTSIDE, LossScaleWarning, stacklevel=user_stacklevel())
 
 
-def warn_of_unscaled_gradients(scale: float) -> None:
-    """Warns of an update in a program that has a backward pass, of which nothing is scaled.
+def warn_of_unscaled_gradients(grads: Any, scale: float) -> None:
+    """Warns of gradients that a backward pass computes in which nothing is scaled.
 
     Only the program that is traced can be read: not one in which the gradients are arguments.
 
     Args:
+        grads: The gradients of an update.
         scale: The initial loss scale.
     """
-    passes = passes_of(compat.traced_equations())
+    passes = passes_of(compat.equations_behind(grads))
     if BACKWARD in passes and SCALED not in passes:
         warnings.warn(_MESSAGE.format(scale=scale), LossScaleWarning, stacklevel=user_stacklevel())
 
 
-def warn_of_gradients_divided_twice(caller: str, instead: str) -> None:
-    """Warns of a division by the loss scale in a program in which mpjax has made gradients true.
+def warn_of_gradients_divided_twice(grads: Any, caller: str, instead: str) -> None:
+    """Warns of a division of gradients by the loss scale if mpjax has made them true.
 
     Args:
+        grads: The gradients.
         caller: What divides.
         instead: The way out.
     """
-    if DIVIDED in passes_of(compat.traced_equations()):
+    if DIVIDED in passes_of(compat.equations_behind(grads)):
         warnings.warn(_TWICE.format(caller=caller, instead=instead), LossScaleWarning, stacklevel=user_stacklevel())
 
 

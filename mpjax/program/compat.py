@@ -875,6 +875,16 @@ def traced_equations() -> Iterator[TracedEquation]:
             yield TracedEquation(eqn.primitive, eqn.params, eqn.source_info, eqn.in_tracers, eqn.outvars)
 
 
+def equations_behind(arrays: Any) -> list[TracedEquation]:
+    """The equations of the current trace that a tree of arrays is computed from, the last one first."""
+    needed, found = {variable_of(x) for x in jax.tree.leaves(arrays)} - {None}, []
+    for eqn in reversed([*traced_equations()]):
+        if not needed.isdisjoint(eqn.outvars):
+            needed |= {variable_of(x) for x in eqn.invars} - {None}
+            found.append(eqn)
+    return found
+
+
 def example(aval: Any, dtype: Any = None) -> Any:
     """An argument to trace with, given its abstract value and, optionally, another dtype."""
     return aval if dtype is None or dtype == aval.dtype else aval.update(dtype=dtype, weak_type=False)

@@ -115,7 +115,7 @@ def test_audit_of_such_a_step_leads_with_it(gradient):
     assert ([risk.kind for risk in report.risks[:1]] == ["unscaled"]) == (gradient == "jax.grad")
 
 
-TWICE = "divides gradients by the loss scale, but those of mpjax.value_and_grad and mpjax.scale_loss"
+TWICE = "divides gradients by the loss scale, but mpjax.value_and_grad or mpjax.scale_loss has"
 
 
 @pytest.mark.parametrize("form", ["update", "apply_gradients"])
@@ -145,3 +145,29 @@ def test_gradients_that_the_loop_scales_may_be_unscaled_for_a_log():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(mpjax.dynamic_loss_scale(optax.sgd(0.1), grads_are_scaled=True), scaled, "apply_gradients")
+
+
+@pytest.mark.filterwarnings("error")
+def test_gradients_of_another_loss_in_the_program_warn_of_nothing():
+    """A program may have true gradients, and others that its own loop scales and unscales."""
+    tx, by_hand = (mpjax.dynamic_loss_scale(optax.sgd(0.1), grads_are_scaled=scaled) for scaled in (False, True))
+
+    def step(params, state, x):
+        grads = jax.grad(lambda params: loss_fn(params, x) * state.loss_scale)(params)
+        jax.tree.map(jnp.sum, mpjax.unscale(grads, state))
+        true, _ = tx.update(GRADIENTS["mpjax.grad"](params, state, x), state, params)
+        return by_hand.update(grads, state, params), true
+
+    jax.eval_shape(step, PARAMS, tx.init(PARAMS), X)
+
+
+def test_gradients_that_nothing_scaled_warn_beside_others_that_are_scaled():
+    tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
+
+    def step(params, state, x):
+        true, _ = tx.update(GRADIENTS["mpjax.grad"](params, state, x), state, params)
+        return true, tx.update(plain(params, state, x), state, params)
+
+    with pytest.warns(mpjax.LossScaleWarning, match=MISSED) as caught:
+        jax.eval_shape(step, PARAMS, tx.init(PARAMS), X)
+    assert len(caught) == 1
