@@ -12,10 +12,11 @@ import numpy as np
 
 from mpjax.inspection.auditing.amplified import Amplified, Facts, amplified, exact_up_to, of_constant
 from mpjax.inspection.auditing.constants import Lost, lost_constants, rounded, rounded_text
+from mpjax.inspection.auditing.unchecked import unchecked
 from mpjax.program import compat
 from mpjax.program.graph import Site, sub_jaxprs
 from mpjax.program.inlining import INPUT, Flow, Node, Value
-from mpjax.program.interpreter import is_half
+from mpjax.program.interpreter import is_float, is_half
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import BACKWARD
 from mpjax.program.tracing import TracedCall
@@ -25,6 +26,7 @@ from mpjax.program.tracing import TracedCall
 # Most severe first: inf, NaN or wrong results before lost digits.
 MEANINGS = {
     "unscaled": "float16 gradients without loss scaling: small ones become zero; use mpjax.value_and_grad with a state",
+    "unchecked": "the loss scale doesn't see an overflow, so it never falls: give it the gradients unchanged",
     "overflow": "a finite constant becomes infinite",
     "epsilon": "a constant that guards against zero becomes zero",
     "constant": "a constant near 1 becomes 1",
@@ -48,6 +50,7 @@ class Risk:
 
     Args:
         kind: `"unscaled"`: a float16 backward pass without loss scaling, or a loss scale that no gradient uses;
+            `"unchecked"`: inf or NaN of float16 gradients is replaced before the loss scale looks for it;
             `"exp"`, `"log"`, `"pow"`, `"sum"`, `"softmax"`, `"loss"`: computed in half;
             `"overflow"`: a finite constant (an additive mask) becomes infinite in half;
             `"epsilon"`: a constant becomes zero in half; `"constant"`: a constant near 1 becomes 1;
@@ -83,6 +86,8 @@ def risks_of(flow: Flow, original: Callable[[], TracedCall]) -> tuple[Risk, ...]
     nodes = flow.eqns
     of_amplified, known = amplified(flow)
     found = [("unscaled", node.site, "float16", MEANINGS["unscaled"]) for node in nodes if _is_unscaled(node)]
+    if any(v.aval.dtype == np.float16 for node in nodes for v in node.writes if is_float(v)):
+        found += [("unchecked", site, "float16", MEANINGS["unchecked"]) for site in unchecked(flow)]
     roundings = [*_amplified(of_amplified)]
     found += [*roundings, *_operations(flow, {_place(site) for _, site, _, _ in roundings}), *_loss(flow)]
     for node in nodes:

@@ -111,10 +111,11 @@ def profile(
                 f"step failed ({reason(error)}). XLA_FLAGS=--xla_gpu_enable_command_buffer= turns them off"
             )
     runs_on = jax.devices()[0]
+    matmuls: Sequence[Matmul] = ()
     try:
-        matmuls = matmuls_of(walk(traced_call(step, (*args, *stepper.last_batch), dict(kwargs or {})).jaxpr))
+        if not stepper.why_not:
+            matmuls = matmuls_of(walk(traced_call(step, (*args, *stepper.last_batch), dict(kwargs or {})).jaxpr))
     except Exception as error:  # The step may be a library's own type; the rest of the report needs no FLOPs.
-        matmuls = ()
         notes.append(f"FLOPs are not known: {reason(error)}")
     report = report_of(
         whole,
@@ -124,6 +125,7 @@ def profile(
         capability=_capability(runs_on),
         jitted=jitted,
         copied=copied,
+        reads_at=stepper.reads_at,
         notes=notes,
     )
     return dataclasses.replace(
@@ -193,6 +195,7 @@ def report_of(
     capability: float | None = None,
     jitted: bool = True,
     copied: int = 0,
+    reads_at: str = "",
     notes: Iterable[str] = (),
 ) -> ProfileReport:
     """The report of a measurement.
@@ -203,7 +206,7 @@ def report_of(
         timing: Wall times without the profiler.
         device: The device's name.
         capability: An NVIDIA GPU's compute capability; None for other devices.
-        jitted, copied: As in `advise`.
+        jitted, copied, reads_at: As in `advise`.
         notes: Further notes.
     """
     gpu = detailed.trace.gpu and capability is not None
@@ -221,7 +224,8 @@ def report_of(
         recompilation=whole.recompilation,
     )
     callbacks = [i for i in detailed.instructions.values() if i.kind == hlo.CALLBACK]
-    return dataclasses.replace(report, advice=advise(report, callbacks=callbacks, jitted=jitted, copied=copied))
+    advice = advise(report, callbacks=callbacks, jitted=jitted, copied=copied, reads_at=reads_at)
+    return dataclasses.replace(report, advice=advice)
 
 
 def _peak(device: str, matmuls: Sequence[Matmul]) -> float | None:

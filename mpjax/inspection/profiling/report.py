@@ -263,6 +263,7 @@ def advise(
     callbacks: Sequence[hlo.Instruction] = (),
     jitted: bool = True,
     copied: int = 0,
+    reads_at: str = "",
 ) -> tuple[Advice, ...]:
     """Advice on a step, ranked by the share of its time.
 
@@ -271,6 +272,7 @@ def advise(
         callbacks: The step's host callbacks.
         jitted: Whether the step is one compiled program.
         copied: The bytes of NumPy arrays among the arguments of each call, which it copies to the device.
+        reads_at: A line of the step that reads the value of an array.
     """
     gpu, recompilation = report.gpu, report.recompilation
     found = [_advice("input pipeline", report.input_share)]
@@ -280,7 +282,8 @@ def advise(
     elif report.outside_share is not None:
         found.append(_advice("code outside of jit", report.outside_share))
     elif not jitted:
-        found.append(_advice("host work in the step", waiting))
+        detail = f", and {reads_at} waits for the value of an array" if reads_at else ""
+        found.append(_advice("host work in the step", waiting, detail))
     elif gpu and callbacks:
         found.append(_advice("host callbacks", waiting, f" ({_called(callbacks)})"))
     elif copied >= _MANY_BYTES:

@@ -15,7 +15,7 @@ import numpy as np
 from mpjax.inspection.profiling import profiler_trace
 from mpjax.inspection.reports import array_text
 from mpjax.inspection.trials import argument_name
-from mpjax.program.source import reason
+from mpjax.program.source import reason, traceback_line
 
 _EVENTS = "/jax/core/compile/"  # Tracing, lowering and XLA's compilation, as `jax.monitoring` reports them.
 _SHOWN = 4
@@ -136,6 +136,7 @@ class Stepper:
         out: The last outputs.
         last_batch: A tuple of the last batch; empty without batches.
         why_not: Why the step can't be compiled as a whole; empty if it can.
+        reads_at: The line of a step that can't, if it needs the value of an array there.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Stepper:
         self._batches = None if batches is None else _endless(batches)
         self.last_batch = self._next()
         _check_call(step, (*args, *self.last_batch), self._kwargs)
-        self.text, self.compile_seconds, self.why_not = "", 0.0, ""
+        self.text, self.compile_seconds, self.why_not, self.reads_at = "", 0.0, "", ""
         given = (*args, *self.last_batch)
         donates = self._compile(step if self.jitted else jax.jit(step), given)
         self.compiled: list[bool] = []
@@ -184,6 +185,9 @@ class Stepper:
             if self.jitted:
                 raise
             self.why_not = reason(error)  # It needs values, or calls libraries other than JAX.
+            if isinstance(error, (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)):
+                self.reads_at = traceback_line(error)
+                self.why_not = f"{self.reads_at or 'a line of it'} needs the value of an array"
             return False
         self.compile_seconds = time.perf_counter() - start
         self.text = _hlo(executable)

@@ -77,6 +77,21 @@ def test_work_of_the_host_in_a_step_is_not_called_dispatch(tmp_path):
     assert "scan" not in str(report)
 
 
+@pytest.mark.parametrize("read", [float, lambda x: x.item(), np.asarray, lambda x: "" if x > 0 else "-"])
+def test_the_line_that_waits_for_a_value_is_named(read):
+    inner = jax.jit(lambda w: (w * 2, w.sum()))
+
+    def step(w):
+        w, loss = inner(w)
+        read(loss)
+        return w, loss
+
+    report = mpjax.profile(step, W, steps=2)
+    assert report.limit == "host work in the step"
+    assert re.search(r"test_limits\.py:\d+ waits for the value of an array", str(report.advice[0]))
+    assert not re.search("autocast|lax.cond", str(report))
+
+
 def test_arrays_that_each_call_copies_are_named():
     split = Split(device=1, input=0, dispatch=3)
     (advice,) = advised(split, copied=16 << 20)
