@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,8 +15,10 @@ from mpjax.inspection.reports import added_up, amount, totals
 from mpjax.program import compat
 from mpjax.program.formats import NAMES, is_narrow
 from mpjax.program.graph import Site, sub_jaxprs
-from mpjax.program.interpreter import is_float
+from mpjax.program.inlining import Flow, Node
+from mpjax.program.interpreter import is_float, is_half
 from mpjax.program.primitives import Op, is_weight_gradient, primitive
+from mpjax.program.source import FORWARD
 
 # By name: matmuls and convolutions have different parameters.
 
@@ -208,16 +211,44 @@ class Finding:
     why: str
 
 
-def findings_of(matmuls: Iterable[Matmul], tpu: bool = False) -> tuple[Finding, ...]:
+def widened_at(flow: Flow) -> dict[tuple[str, str, str], str]:
+    """The lines that widen half operands of matmuls to float32, by the matmuls' module, line and primitive."""
+    matmuls = (node for node in flow.eqns if node.site.flops and node.site.phase == FORWARD)
+    places = (((node.site.path, node.site.source, node.site.name), _widened_at(flow, node)) for node in matmuls)
+    return {place: line for place, line in places if line}
+
+
+def _widened_at(flow: Flow, matmul: Node) -> str:
+    """The line of the nearest operation before a matmul that makes float32 of half; empty if there is none."""
+    waiting, known = collections.deque(v for v in matmul.reads[:2] if v.aval.dtype == jnp.float32), set()
+    while waiting:
+        v = waiting.popleft()
+        node = flow.maker(v)
+        if node is None or v in known:
+            continue
+        known.add(v)
+        if any(map(is_half, node.reads)):
+            return node.site.source
+        if not node.site.flops:
+            waiting += [read for read in node.reads if is_float(read)]
+    return ""
+
+
+def findings_of(
+    matmuls: Iterable[Matmul], tpu: bool = False, widened: Mapping[tuple[str, str, str], str] | None = None
+) -> tuple[Finding, ...]:
     """The findings by kind, most FLOPs first. Forward and backward of one matmul are one finding.
 
-    On a TPU these are matmuls of several passes: the checks of sizes are for GPUs.
+    Args:
+        matmuls: The rows.
+        tpu: Whether they run on a TPU, where these are matmuls of several passes: the checks of sizes are for GPUs.
+        widened: What `widened_at` found.
     """
     rows = tuple(matmuls)
     total = sum(row.flops for row in rows)
     merged: dict[Any, Finding] = {}
     for row in rows:
-        for kind, sizes, why in _faults(row):
+        for kind, sizes, why in _faults(row, (widened or {}).get((row.module, row.source, row.op), "")):
             if tpu and (kind != DTYPE or row.passes == 1):
                 continue
             key = (kind, row.module, row.source, row.op, sizes)
@@ -229,7 +260,7 @@ def findings_of(matmuls: Iterable[Matmul], tpu: bool = False) -> tuple[Finding, 
     return tuple(sorted(merged.values(), key=lambda f: (order.index(f.kind), -f.flops)))
 
 
-def _faults(row: Matmul) -> Iterator[tuple[str, frozenset[int], str]]:
+def _faults(row: Matmul, widened: str) -> Iterator[tuple[str, frozenset[int], str]]:
     """The kind, the sizes concerned and the text of each fault."""
     if not row.is_half:
         dtypes = list(dict.fromkeys(row.dtypes))
@@ -237,7 +268,11 @@ def _faults(row: Matmul) -> Iterator[tuple[str, frozenset[int], str]]:
         if row.precision:
             text += f" at precision {row.precision}"
         wide = [dtype for dtype in dtypes if jnp.dtype(dtype).itemsize > 2]
-        if len(wide) < len(dtypes):
+        is_mixed = len(wide) < len(dtypes)
+        text += f", widened at {widened}" if widened else ""
+        if is_mixed and widened:
+            text += ": use half numbers and arrays there, or cast after it"
+        elif is_mixed:
             text += f": cast the {wide[0]} one (created in the model? Use jnp.zeros(shape, x.dtype))"
         yield DTYPE, frozenset(), text
     if row.flops / row.count < TINY:

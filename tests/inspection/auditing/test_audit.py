@@ -10,6 +10,7 @@ import math
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -396,6 +397,19 @@ def test_mixed_operands_come_with_the_way_out():
     assert [f.why for f in findings] == [
         "float16 and float32 operands: cast the float32 one (created in the model? Use jnp.zeros(shape, x.dtype))"
     ]
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("promote", [lambda h: h * np.float32(0.5), lambda h: h + jnp.arange(256.0)])
+def test_the_line_that_widens_an_operand_is_named(promote):
+    def fun(x, w):
+        h = jnp.tanh(x @ w)
+        h = promote(h)
+        return h.T @ w
+
+    line = promote.__code__.co_firstlineno
+    (found,) = (f for f in mpjax.audit(fun, X, X).findings if f.kind == "dtype")
+    assert found.why.startswith(f"float32 and float16 operands, widened at test_audit.py:{line}: use half numbers")
 
 
 def test_a_program_of_49_equal_layers_without_half_is_told_so():
