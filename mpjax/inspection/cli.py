@@ -297,9 +297,8 @@ def _in_one_line(error: Exception) -> str:
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
     if isinstance(error, (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError)):
         return f"{_NEEDS_VALUES}. {text}"
-    if isinstance(error, TypeError) and "scalar-output" in str(error):
-        return f"numerics takes a function that returns a scalar loss; for (loss, aux) give --has-aux. {text}"
-    text = "; ".join([text, *getattr(error, "__notes__", ())])
+    notes = [note for note in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in note]  # JAX's own
+    text = "; ".join([text, *notes])
     return f"{text} (--traceback shows where)" if not isinstance(error, (ValueError, TypeError)) else text
 
 

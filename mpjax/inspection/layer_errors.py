@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +16,12 @@ from mpjax.inspection.ranges.activations import equations_of_gradients
 from mpjax.inspection.reports import Report, Section, folded_rows, percent, short_dtypes
 from mpjax.inspection.trials import Loss, scale_state, trace_to_run
 from mpjax.program import compat
+from mpjax.program.dataflow import dataflow
 from mpjax.program.formats import SCALED
 from mpjax.program.graph import lay_out
 from mpjax.program.interpreter import is_float, is_half, is_low
 from mpjax.program.owners import owners_of
-from mpjax.program.primitives import Op
+from mpjax.program.primitives import Op, drops_axes, primitive
 from mpjax.program.source import BACKWARD, FORWARD
 
 
@@ -259,22 +260,31 @@ def layerwise_error(
         loss_error=loss_error,
         gradient_error=gradient_error,
         jump=_jump(found, program.arrays, max(loss_error, gradient_error)),
-        modules=tuple(_modules(found, notes, equations_of_gradients(found.block, len(names)))),
+        modules=tuple(_modules(found, notes, len(names))),
         parameters=tuple(sorted(parameters, key=lambda row: -row.share)),
         unseen=found.block.not_entered(),
         reference_is_finite=all(np.isfinite(np.asarray(out.exact)).all() for out in outs[: len(names) + 1]),
     )
 
 
-def _modules(found: Grouped, notes: Mapping[Any, Any], of_parameters: Collection[int]) -> list[LayerError]:
+def _passes_on(eqn: Any) -> bool:
+    row = primitive(eqn.primitive.name)
+    return row.moves or row.scales or row.op is Op.CONVERT or drops_axes(eqn)
+
+
+def _modules(found: Grouped, notes: Mapping[Any, Any], parameters: int) -> list[LayerError]:
     """The rows: modules with half operations that need float32 first, then by their own error.
 
     Args:
         found: The program.
         notes: The errors of the results that its groups pass on.
-        of_parameters: The equations that compute the gradients of parameters.
+        parameters: The number of gradients, which are the program's first results.
     """
+    of_parameters = equations_of_gradients(found.block, parameters)
     groups, places = found.groups, found.places
+    # The sum that is the gradient of a half bias is rounded once, as the gradient of a half weight is.
+    graph = dataflow(found.block.jaxpr)
+    of_biases = {id(graph.maker(graph.source(v, _passes_on))) for v in found.block.jaxpr.outvars[:parameters]}
     dtypes: dict[Group, dict[str, None]] = {group: {} for group in groups.values()}
     denied: dict[Group, dict[str, None]] = {group: {} for group in groups.values()}
     for number, place in places.items():
@@ -282,7 +292,8 @@ def _modules(found: Grouped, notes: Mapping[Any, Any], of_parameters: Collection
         dtypes[groups[number]].update(dict.fromkeys(low))
         # The precision of a scaled matmul's backward pass says how it accumulates.
         is_scaled = any(is_low(v) and not is_half(v) for v in place.eqn.invars)
-        if low and not is_scaled and default_listing(place.eqn).op is Op.DENY:
+        is_sum_of_bias = id(place.eqn) in of_biases or drops_axes(place.eqn)
+        if low and not is_scaled and not is_sum_of_bias and default_listing(place.eqn).op is Op.DENY:
             denied[groups[number]][place.name] = None
     # A module's arrays, by pass. The gradients of its parameters count as one array, because a single gradient may be
     # pure rounding error: that of a bias before a normalisation is zero in exact arithmetic.
@@ -332,8 +343,13 @@ def _jump(found: Grouped, arrays: Sequence[Any], error: float) -> Jump | None:
 
 
 def _largest(arrays: Iterable[Sequence[tuple[int, Any]]], which: int) -> tuple[float, int]:
-    """The largest error, and the equation that causes it."""
-    errors = [(_error([note for _, note in found], which), found[0][0]) for found in arrays]
+    """The largest error, and the equation that causes most of it."""
+
+    def contribution(row: tuple[int, Any]) -> float:
+        size, sums, bad = row[1]
+        return math.inf if bad[which - 1] else float(size) ** 2 * float(sums[which])
+
+    errors = [(_error([note for _, note in found], which), max(found, key=contribution)[0]) for found in arrays]
     return max(errors, default=(0.0, -1))
 
 

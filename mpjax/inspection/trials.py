@@ -17,6 +17,7 @@ from jax.tree_util import Partial
 
 from mpjax.casting.autocast import autocast
 from mpjax.casting.rules import Rules
+from mpjax.inspection.reports import array_text
 from mpjax.loss_scale import static_loss_scale, value_and_grad
 from mpjax.loss_scale.state import LossScaleState, find_loss_scale_state
 from mpjax.policy import is_castable
@@ -38,6 +39,7 @@ from mpjax.program.objects import contains_nnx_object, is_nnx_object
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import primitive
 from mpjax.program.scopes import named_modules
+from mpjax.program.source import function_name
 from mpjax.program.tracing import TracedCall, traced_call
 
 
@@ -113,13 +115,29 @@ class Loss:
         """Returns a copy with named scopes around its NNX modules, even if autocast plans nothing."""
         return dataclasses.replace(self, fun=_with_named_modules(self.fun))
 
+    def _checked(self, out: Any) -> Any:
+        """The same result of the function. Raises if it is not that of a loss."""
+        loss = out[0] if self.has_aux and isinstance(out, (tuple, list)) and len(out) == 2 else out
+        if getattr(loss, "shape", None) != () and not isinstance(loss, (int, float)):
+            kinds = [array_text(x) if hasattr(x, "dtype") else type(x).__name__ for x in jax.tree.leaves(out)]
+            returned = ", ".join(kinds[:4]) + (", …" if len(kinds) > 4 else "")
+            raise TypeError(
+                f"{function_name(self.fun)} is differentiated, so it must return a loss of shape (), and with "
+                f"has_aux=True (--has-aux) a pair of that and aux. It returned {returned}. Give the loss function "
+                "itself: not its gradient, and not a training step."
+            )
+        return out
+
     def gradient(self, state: LossScaleState | None, names: list[str]) -> Any:
         """Makes a function that returns gradients and loss. Tracing it fills `names` with the gradients' tree paths."""
 
         def gradient(*args: Any) -> Any:
             positions = [i % len(args) for i in ([self.argnums] if isinstance(self.argnums, int) else self.argnums)]
             if any(contains_nnx_object(args[i]) for i in positions):
-                call = functools.partial(self.fun, **(self.kwargs or {}))
+
+                def call(*args: Any) -> Any:
+                    return self._checked(self.fun(*args, **(self.kwargs or {})))
+
                 value, grads = value_and_grad(call, state, argnums=self.argnums, has_aux=self.has_aux)(*args)
             else:
                 # An Equinox model is a tree of arrays and functions. Its floating arrays are the parameters.
@@ -132,7 +150,7 @@ class Loss:
                         filled[i] = leaf
                     for i, arg in zip(positions, jax.tree.unflatten(tree, filled), strict=True):
                         given[i] = arg
-                    return self.fun(*given, **(self.kwargs or {}))
+                    return self._checked(self.fun(*given, **(self.kwargs or {})))
 
                 value, found = value_and_grad(of_leaves, state, has_aux=self.has_aux)([leaves[i] for i in moving])
                 filled = [None] * len(leaves)

@@ -242,6 +242,12 @@ def named(*ops: Op) -> frozenset[str]:
 MATMULS = named(Op.ALLOW)
 
 
+def drops_axes(eqn: Any) -> bool:
+    """Whether it is a sum over axes of length 1, by which JAX drops them."""
+    is_sum = eqn.primitive.name == "reduce_sum"
+    return is_sum and math.prod(eqn.invars[0].aval.shape) == math.prod(eqn.outvars[0].aval.shape)
+
+
 # FLOPs of matmuls and convolutions.
 
 

@@ -33,6 +33,17 @@ def test_a_healthy_gelu_does_not_need_float32():
     assert "needs float32" not in str(report)
 
 
+def test_the_gradient_of_a_half_bias_is_no_sum_that_needs_float32():
+    def loss(params, x):
+        w, b = (p.astype(jnp.bfloat16) for p in params)
+        y = jnp.tanh(x.astype(jnp.bfloat16) @ w + b)
+        return jnp.mean(y.astype(jnp.float32) ** 2)
+
+    report = mpjax.layerwise_error(loss, [np.eye(16, dtype=np.float32), np.zeros(16, np.float32)], X)
+    assert "needs float32" not in str(report)
+    assert report.modules[0].op != "reduce_sum"
+
+
 def test_a_nan_in_both_programs_is_no_agreement():
     def loss(w, x):
         with jax.named_scope("logs"):

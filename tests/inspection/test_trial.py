@@ -102,3 +102,17 @@ def test_what_a_matmul_quantises_counts(policy):
         scores[site.path] = max(score, scores.get(site.path, 0.0))
     # The two layers between the first and the last are in float8.
     assert min(scores["layer_1"], scores["layer_2"]) > 3 * max(scores["layer_0"], scores["layer_3"])
+
+
+@pytest.mark.parametrize("tool", [mpjax.layerwise_error, mpjax.numerics])
+@pytest.mark.parametrize(
+    ("fun", "returned"),
+    [
+        (jax.grad(lambda w: jnp.mean(w**2)), r"float32\[4,4\]"),
+        (lambda w: (jnp.mean(w**2), w), r"float32\[\], float32\[4,4\]"),
+        (lambda w: {"loss": jnp.mean(w**2)}, r"float32\[\]"),
+    ],
+)
+def test_what_is_no_loss_is_refused_with_what_it_returned(tool, fun, returned):
+    with pytest.raises(TypeError, match=rf"must return a loss of shape \(\).*has_aux.*It returned {returned}\."):
+        tool(fun, np.ones((4, 4), np.float32))

@@ -27,7 +27,7 @@ from mpjax.program import compat
 from mpjax.program.graph import Site, is_entered
 from mpjax.program.inlining import CONSTANT, INPUT, Flow, Node, Value
 from mpjax.program.interpreter import is_float, is_half
-from mpjax.program.primitives import MATMULS, Op, Primitive, is_product, primitive
+from mpjax.program.primitives import MATMULS, Op, Primitive, drops_axes, is_product, primitive
 from mpjax.program.source import FORWARD
 
 # By name: how much an operation amplifies is its own formula.
@@ -273,8 +273,7 @@ def _keeps_rounding(place: Site) -> bool:
     """Whether the rounding of operands reaches the result element by element."""
     row = primitive(place.name)
     if row.kernel:
-        same_size = bool(place.invars) and getattr(place.invars[0].aval, "size", 0) == place.outvars[0].aval.size
-        return is_product(place.eqn) or row.keeps_values or (place.name == "reduce_sum" and same_size)
+        return is_product(place.eqn) or row.keeps_values or drops_axes(place.eqn)
     return row.is_affine or row.exact or place.name in ("square", "integer_pow")
 
 

@@ -17,7 +17,7 @@ from mpjax.program import compat
 from mpjax.program.graph import Site, sub_jaxprs
 from mpjax.program.inlining import INPUT, Flow, Node, Value
 from mpjax.program.interpreter import is_float, is_half
-from mpjax.program.primitives import Op, primitive
+from mpjax.program.primitives import Op, drops_axes, primitive
 from mpjax.program.source import BACKWARD
 from mpjax.program.tracing import TracedCall
 
@@ -137,8 +137,7 @@ def _risky(node: Node) -> str:
     """The half dtype that a risky operation reads; empty for other operations."""
     if not primitive(node.site.name).risk:
         return ""
-    # JAX sums over axes of length 1 to drop them.
-    if node.site.name == "reduce_sum" and node.reads[0].aval.size == node.writes[0].aval.size:
+    if drops_axes(node.site.eqn):
         return ""
     return next((v.aval.dtype.name for v in node.reads if is_half(v)), "")
 
