@@ -6,6 +6,7 @@ contents, bounds, dependences) is a rule for `evaluate`.
 
 from __future__ import annotations
 
+import collections
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -76,6 +77,16 @@ class Dataflow:
                 yield v
                 eqn = None if v is start else self.maker(v)
                 waiting.extend(() if eqn is None else variables(eqn.invars))
+
+    def made_by(self, ends: Iterable[Any], through: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
+        """The equations that make values, nearest first, and those that make the operands that `through` returns."""
+        waiting, known = collections.deque(ends), set()
+        while waiting:
+            eqn = self.maker(waiting.popleft())
+            if eqn is not None and id(eqn) not in known:
+                known.add(id(eqn))
+                yield eqn
+                waiting.extend(through(eqn))
 
     def depends(self, ends: Iterable[Any], start: Any) -> bool:
         """Whether some values depend on the value `start`, or one of them is it."""

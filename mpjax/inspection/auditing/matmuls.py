@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -220,18 +219,9 @@ def widened_at(flow: Flow) -> dict[tuple[str, str, str], str]:
 
 def _widened_at(flow: Flow, matmul: Node) -> str:
     """The line of the nearest operation before a matmul that makes float32 of half; empty if there is none."""
-    waiting, known = collections.deque(v for v in matmul.reads[:2] if v.aval.dtype == jnp.float32), set()
-    while waiting:
-        v = waiting.popleft()
-        node = flow.maker(v)
-        if node is None or v in known:
-            continue
-        known.add(v)
-        if any(map(is_half, node.reads)):
-            return node.site.source
-        if not node.site.flops:
-            waiting += [read for read in node.reads if is_float(read)]
-    return ""
+    wide = [v for v in matmul.reads[:2] if v.aval.dtype == jnp.float32]
+    makers = flow.made_by(wide, lambda node: () if node.site.flops else filter(is_float, node.reads))
+    return next((node.site.source for node in makers if any(map(is_half, node.reads))), "")
 
 
 def findings_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -60,39 +60,29 @@ def _repeats(node: Node) -> bool:
 
 def _is_gradient(flow: Flow, value: Value) -> bool:
     """Whether a value is a gradient, up to scaling, sums, casts and replaced elements."""
-    waiting, known = [value], set()
-    while waiting:
-        v = waiting.pop()
-        node = flow.maker(v)
-        if node is None or v in known:
-            continue
-        known.add(v)
+
+    def through(node: Node) -> Iterable[Value]:
         row = primitive(node.site.name)
-        if node.site.phase == BACKWARD:
-            return True
-        if row.scales or row.adds or row.communicates or _repeats(node) or node.site.name in ("select_n", *_BOUNDS):
-            waiting += [v for v in node.reads if is_float(v)]
-    return False
+        passes = row.scales or row.adds or row.communicates or _repeats(node)
+        return filter(is_float, node.reads) if passes or node.site.name in ("select_n", *_BOUNDS) else ()
+
+    return any(node.site.phase == BACKWARD for node in flow.made_by([value], through))
 
 
 def _tests_gradients(flow: Flow, mask: Value) -> bool:
     """Whether a mask follows from which elements of gradients are NaN, infinite, or finite."""
-    waiting, known = [mask], set()
-    while waiting:
-        v = waiting.pop()
-        node = flow.maker(v)
-        if node is None or v in known:
-            continue
-        known.add(v)
-        if node.site.name == "is_finite" or _compares_with_nonfinite(flow, node):
-            if any(_is_gradient(flow, flow.source(read, lambda n: n.site.name == "abs")) for read in node.reads):
-                return True
-        else:
-            waiting += [read for read in node.reads if read.aval.dtype == np.bool_]
-    return False
+
+    def is_test(node: Node) -> bool:
+        return node.site.name == "is_finite" or _compares_with_nonfinite(node)
+
+    def through(node: Node) -> Iterable[Value]:
+        return () if is_test(node) else (read for read in node.reads if read.aval.dtype == np.bool_)
+
+    tested = (read for node in flow.made_by([mask], through) if is_test(node) for read in node.reads)
+    return any(_is_gradient(flow, flow.source(read, lambda node: node.site.name == "abs")) for read in tested)
 
 
-def _compares_with_nonfinite(flow: Flow, node: Node) -> bool:
+def _compares_with_nonfinite(node: Node) -> bool:
     if not primitive(node.site.name).compares or len(node.reads) != 2:
         return False
     a, b = node.reads
