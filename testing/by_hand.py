@@ -6,7 +6,7 @@ Both errors are against float64, and NumPy evaluates all programs (`testing.rand
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,11 @@ def ratio(plain: Any, found: Any, args: Sequence[Any], half: Any, draws: int = D
     Raises:
         Unsupported: NumPy can't evaluate the program.
     """
+    return measured(plain, args, half, draws)(found)
+
+
+def measured(plain: Any, args: Sequence[Any], half: Any, draws: int = DRAWS) -> Callable[[Any], float | None]:
+    """The same as a function of the program under test, for several of these: casts by hand are measured once."""
     exact = evaluate(plain, args)
     judged = [i for i, v in enumerate(plain.jaxpr.outvars) if is_float(v.aval.dtype)]
 
@@ -54,7 +59,10 @@ def ratio(plain: Any, found: Any, args: Sequence[Any], half: Any, draws: int = D
     by_hand = max(error(evaluate(plain, args, as_typed, casts=casts_by_hand(half, store))) for store in stores)
     size, in_float32 = norm(exact), error(evaluate(plain, args, as_typed))
     resolution = max(in_float32, float(np.finfo(np.float32).eps) * size)
-    if not (0 < size < math.inf and by_hand + in_float32 < 0.25 * size):
-        return None
-    own = error(evaluate(found, args, as_typed))
-    return own / max(by_hand, resolution) if math.isfinite(own) else math.inf
+    meaningful = 0 < size < math.inf and by_hand + in_float32 < 0.25 * size
+
+    def of(found: Any) -> float | None:
+        own = error(evaluate(found, args, as_typed)) if meaningful else math.nan
+        return None if not meaningful else own / max(by_hand, resolution) if math.isfinite(own) else math.inf
+
+    return of

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -70,6 +70,19 @@ def error_of_by_hand(kind: Kind, cast: Callable[[Loss], Loss], half: Any, of_gra
     ratio = by_hand.ratio(plain, found, args, half, draws=1)
     assert ratio is not None, "casts by hand lose the gradient"
     return ratio
+
+
+def mean_errors(
+    loss: Loss, draws: Sequence[tuple[Any, Any]], casts: Sequence[Callable[[Loss], Loss]], half: Any, of_gradient: bool
+) -> list[float]:
+    """The same for several casts, each the mean over params and batches: one draw may be exact, or not, by luck."""
+    trace = lambda fun: jax.make_jaxpr(fun)(*draws[0])
+    programs = [trace(cast(gradient(loss)) if of_gradient else gradient(cast(loss))) for cast in casts]
+    plain, errors = trace(gradient(loss)), []
+    for draw in draws:
+        of = by_hand.measured(plain, jax.tree.leaves(draw), half, draws=1)
+        errors.append([of(program) for program in programs])
+    return np.mean(np.asarray(errors, float), axis=0).tolist()
 
 
 def dense(draw: Any, *sizes: int, scale: float = 1.0) -> list[Any]:

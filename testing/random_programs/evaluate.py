@@ -21,7 +21,8 @@ import numpy as np
 import scipy.special
 from jax.interpreters import partial_eval
 
-from mpjax.kernels.attention import PROGRAMS
+from mpjax.kernels import attention, cross_entropy
+from mpjax.program.dataflow import once_per_jaxpr
 from testing import cheap_keys
 from testing.random_programs import numpy_rules
 
@@ -33,10 +34,15 @@ Replicas = list[Array]
 _MATMULS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
+# Primitives with formulas in JAX.
+PROGRAMS = attention.PROGRAMS | cross_entropy.PROGRAMS
+
+
 class Unsupported(Exception):
     """An equation that this evaluator does not support."""
 
 
+@functools.cache
 def is_float(dtype: Any) -> bool:
     """Whether a dtype is real floating-point, including bfloat16."""
     return jnp.issubdtype(dtype, jnp.floating)
@@ -210,7 +216,39 @@ def _open(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def _is_key(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    return _is_extended(aval.dtype)
+
+
+@functools.cache
+def _is_extended(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.extended)
+
+
+class _Step(NamedTuple):
+    """An equation, read once: a loop evaluates it in each iteration.
+
+    Args:
+        eqn: The equation.
+        reads: Its operands, each with whether it is a literal.
+        writes: Its results.
+        rule: The rule by which NumPy evaluates it on one device; None for any other equation.
+        of_keys: Whether it reads random keys, which may be arrays of JAX.
+    """
+
+    eqn: Any
+    reads: tuple[tuple[Any, bool], ...]
+    writes: tuple[Any, ...]
+    rule: Callable[..., Any] | None
+    of_keys: bool
+
+
+@once_per_jaxpr
+def _steps(jaxpr: Any) -> list[_Step]:
+    steps = []
+    for eqn in jaxpr.eqns:
+        reads, of_keys = tuple((v, hasattr(v, "val")) for v in eqn.invars), any(_is_key(v.aval) for v in eqn.invars)
+        steps.append(_Step(eqn, reads, tuple(eqn.outvars), _RULES.get(eqn.primitive.name), of_keys))
+    return steps
 
 
 @dataclasses.dataclass
@@ -226,9 +264,9 @@ class _Machine:
         """A constant or an argument, on every device."""
         if _is_key(v.aval):
             return [_numbers(x) if isinstance(x, jax.Array) else x] * self.devices
-        array = np.asarray(x)
-        if is_float(v.aval.dtype):
-            array = self.store_inputs(array.astype(np.float64), v.aval.dtype)
+        array, dtype = np.asarray(x), v.aval.dtype
+        if is_float(dtype):
+            array = self.store_inputs(array.astype(np.float64), dtype)
         return [array] * self.devices
 
     def run(self, jaxpr: Any, consts: Sequence[Replicas], args: Sequence[Replicas]) -> list[Replicas]:
@@ -236,20 +274,17 @@ class _Machine:
         env.update(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
 
-        def read(v: Any) -> Replicas:
-            return self.load(v, v.val) if hasattr(v, "val") else env[v]
-
-        for eqn in jaxpr.eqns:
-            outs = self.equation(eqn, [read(v) for v in eqn.invars])
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        for step in _steps(jaxpr):
+            args = [self.load(v, v.val) if is_literal else env[v] for v, is_literal in step.reads]
+            env.update(zip(step.writes, self.equation(step, args), strict=True))
+        return [self.load(v, v.val) if hasattr(v, "val") else env[v] for v in jaxpr.outvars]
 
     def run_closed(self, jaxpr: Any, args: Sequence[Replicas]) -> list[Replicas]:
         inner, consts = _open(jaxpr)
         return self.run(inner, [self.load(v, c) for v, c in zip(inner.constvars, consts, strict=True)], args)
 
-    def equation(self, eqn: Any, args: list[Replicas]) -> list[Replicas]:
-        name = eqn.primitive.name
+    def equation(self, step: _Step, args: list[Replicas]) -> list[Replicas]:
+        eqn, name = step.eqn, step.eqn.primitive.name
         if name in _HIGHER:
             return _HIGHER[name](self, eqn, args)
         if name in _COLLECTIVES:
@@ -257,7 +292,7 @@ class _Machine:
         casts = self.casts if name in _MATMULS and self.casts and self.casts.applies(eqn) else None
         if casts:
             args = [[casts.operand(x) for x in arg] for arg in args[:2]] + args[2:]
-        rows = [_apply(eqn, [arg[d] for arg in args]) for d in range(self.devices)]
+        rows = [_apply(step, [arg[d] for arg in args]) for d in range(self.devices)]
         if casts:
             rows = [[casts.result(x) for x in row] for row in rows]
         return [self.store_output(eqn, i, [row[i] for row in rows]) for i in range(len(eqn.outvars))]
@@ -410,7 +445,7 @@ def _traced(primitive: Any, params: tuple[tuple[str, Any], ...], avals: tuple[An
 
 
 def _formulas(machine: _Machine, eqn: Any, args: list[Replicas]) -> list[Replicas]:
-    """An attention by its formulas, in the dtypes of the program."""
+    """An attention, or a loss without logits, by its formulas, in the dtypes of the program."""
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     program = jax.make_jaxpr(functools.partial(PROGRAMS[eqn.primitive], **eqn.params))(*shapes)
     return machine.run_closed(program, args)
@@ -460,8 +495,12 @@ _COLLECTIVES = {
 # First-order primitives: one device.
 
 
-def _apply(eqn: Any, args: list[Array]) -> list[Any]:
-    name = eqn.primitive.name
+def _apply(step: _Step, args: list[Array]) -> list[Any]:
+    eqn, name = step.eqn, step.eqn.primitive.name
+    # NumPy has no arrays of keys.
+    rule = None if step.of_keys and any(isinstance(x, jax.Array) for x in args) else step.rule
+    if rule is not None and (out := rule(eqn, *args)) is not None:
+        return list(out) if eqn.primitive.multiple_results else [out]
     if name == "platform_index":
         platforms = [names or ("cpu",) for names in eqn.params["platforms"]]
         return [np.asarray([jax.default_backend() in names for names in platforms].index(True), np.int32)]
@@ -473,11 +512,7 @@ def _apply(eqn: Any, args: list[Array]) -> list[Any]:
             rule = numpy_rules.threefry_bits if name == "random_bits" else lambda eqn, *args: None
         out = rule(eqn, *args)
         return _evaluated_with_jax(eqn, args) if out is None else [out]
-    # NumPy has no arrays of keys.
-    out = _RULES[name](eqn, *args) if name in _RULES and not any(isinstance(x, jax.Array) for x in args) else None
-    if out is None:
-        return _evaluated_with_jax(eqn, args)
-    return list(out) if eqn.primitive.multiple_results else [out]
+    return _evaluated_with_jax(eqn, args)
 
 
 def _evaluated_with_jax(eqn: Any, args: list[Array]) -> list[Any]:

@@ -17,7 +17,7 @@ import mpjax
 from mpjax.casting.streams import additions_in_a_row, residual_additions
 from mpjax.program.hi_primitives import present
 from testing import measures
-from testing.sensitive import Kind, error_of_by_hand
+from testing.sensitive import mean_errors
 
 W = (np.random.default_rng(0).normal(size=(3, 8, 8)) / 3).astype(np.float32)
 X = np.random.default_rng(1).normal(size=(2, 4, 8)).astype(np.float32)
@@ -132,9 +132,9 @@ def drawn(layers, seed):
     return w[:-1], 8 * w[-1, :4]
 
 
-def mean_error(fun, layers, cast):
-    """The error in bfloat16 relative to casts by hand; one draw may be exact, or not, by luck."""
-    return np.mean([error_of_by_hand(Kind(fun, *drawn(layers, i)), cast, jnp.dtype("bfloat16")) for i in range(4)])
+def errors_of(fun, layers, *casts):
+    """The errors in bfloat16 relative to casts by hand."""
+    return mean_errors(fun, [drawn(layers, seed) for seed in range(4)], casts, jnp.dtype("bfloat16"), of_gradient=False)
 
 
 @pytest.mark.slow
@@ -148,12 +148,13 @@ def test_the_stream_of_a_deep_network_is_as_exact_as_by_hand(wrap):
         return jnp.mean((normalised(h) @ w[0]) ** 2)
 
     auto, half = (functools.partial(mpjax.autocast, policy="mixed_bfloat16", rules=rules) for rules in (None, HALF))
-    assert mean_error(deep, 40, auto) <= 1.3
+    error, error_in_half = errors_of(deep, 40, auto, half)
+    assert error <= 1.3
     kept, kept_in_half = (measures.residual_bytes(fun(deep), *drawn(40, 0)) for fun in (auto, half))
     if wrap is KEEPING["three additions"]:  # Its layers, which are wider, are less exact than the sums.
         assert kept <= kept_in_half
         return
-    assert mean_error(deep, 40, half) > (1.8 if wrap is KEEPING["all"] else 1.5)
+    assert error_in_half > (1.8 if wrap is KEEPING["all"] else 1.5)
     assert kept == kept_in_half
 
 
@@ -181,7 +182,7 @@ in_bfloat16 = functools.partial(mpjax.autocast, policy="mixed_bfloat16")
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(("each", "layers", "most"), [(layer, 12, 2.0), (lambda h, w: h + 0.1 * branch(h, w), 24, 2.6)])
 def test_a_stream_of_24_additions_is_as_exact_as_the_docs_say(each, layers, most):
-    assert mean_error(network_of(each), layers, in_bfloat16) <= most
+    assert errors_of(network_of(each), layers, in_bfloat16)[0] <= most
 
 
 # What a layer makes of the sum, and the most error relative to casts by hand: a norm after the sum also rounds its
@@ -200,7 +201,7 @@ STATES = {
 def test_a_stream_may_be_scaled_and_normalised(each, most, scan):
     """Post-norm transformers. They were not recognised: 3 to 4 times by hand after 48 layers."""
     network = network_of(each, scan)
-    error, in_half = (mean_error(network, 48, functools.partial(in_bfloat16, rules=r)) for r in (None, HALF))
+    error, in_half = errors_of(network, 48, in_bfloat16, functools.partial(in_bfloat16, rules=HALF))
     assert error <= most
     assert error < in_half
     kept, kept_in_half = (measures.residual_bytes(in_bfloat16(network, rules=r), *drawn(48, 0)) for r in (None, HALF))
@@ -221,11 +222,12 @@ def test_steps_of_one_map_without_a_loop_may_scale_their_state(each, of_gradient
             h = each(h, p["step"])
         return jnp.mean((h @ p["read"] - 1) ** 2)
 
-    def error(seed):
+    def draw(seed):
         (step, read), x = drawn(2, seed)
-        return error_of_by_hand(Kind(loss, {"step": step, "read": read}, x), in_bfloat16, jnp.bfloat16, of_gradient)
+        return {"step": step, "read": read}, x
 
-    assert np.mean([error(seed) for seed in range(3)]) <= 1.2
+    (error,) = mean_errors(loss, [*map(draw, range(3))], [in_bfloat16], jnp.bfloat16, of_gradient)
+    assert error <= 1.2
 
 
 @pytest.mark.standard_promotion
@@ -243,14 +245,14 @@ def test_the_state_of_a_simulation_is_no_stream(dtype, rules):
         (x, v), _ = lax.scan(step, (x, 0 * x), 0.02 * jnp.arange(60))
         return jnp.mean(x**2) + 0.1 * jnp.mean(v**2)
 
-    def error(seed):
+    def draw(seed):
         rng = np.random.default_rng(seed)
         params = {"w": 0.35 * rng.normal(size=(8, 8)), "phase": rng.normal(size=8)}
-        kind = Kind(loss, jax.tree.map(np.float32, params), np.float32(rng.normal(size=(8, 2))))
-        cast = functools.partial(mpjax.autocast, policy=f"mixed_{dtype}", rules=rules)
-        return error_of_by_hand(kind, cast, jnp.dtype(dtype), of_gradient=True)
+        return jax.tree.map(np.float32, params), np.float32(rng.normal(size=(8, 2)))
 
-    assert np.mean([error(seed) for seed in range(3)]) <= 1.2
+    cast = functools.partial(mpjax.autocast, policy=f"mixed_{dtype}", rules=rules)
+    (error,) = mean_errors(loss, [*map(draw, range(3))], [cast], jnp.dtype(dtype), of_gradient=True)
+    assert error <= 1.2
 
 
 @pytest.mark.parametrize("fun", [scanned, repeated(jax.jit)])
