@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mpjax.casting.cross_entropy.labels import Labels, gathered, labels_of, number_of, row_of, times
 from mpjax.casting.setting import tracked
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow
-from mpjax.program.host import bind_on_host
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import source_line
 
@@ -41,13 +41,6 @@ class Exponential(NamedTuple):
     """The exponential of logits."""
 
     logits: Logits
-
-
-class Labels(NamedTuple):
-    """Numbers that are the same for all of the vocabulary but the label: a factor for each label, and the rest."""
-
-    factors: tuple[tuple[Any, float], ...]
-    rest: float = 0.0
 
 
 class Picked(NamedTuple):
@@ -157,7 +150,7 @@ class _Search:
         name, shape = eqn.primitive.name, v.aval.shape
         other = next((x for x in eqn.invars if x is not v), None)
         if name in ("mul", "div") and other is not None and not (name == "div" and eqn.invars[0] is not v):
-            factor = self._number(other)
+            factor = number_of(self.flow, other)
             if factor is None or not math.isfinite(factor) or factor == 0:
                 return False
             self.steps.append(("scale", factor if name == "mul" else 1 / factor))
@@ -203,27 +196,10 @@ class _Search:
         """Logits with padding, whose number is so low that a logit added to it is lost in float32."""
         mask, *cases = eqn.invars
         source = self._bias(mask, v.aval.shape) if len(cases) == 2 else None
-        number = self._number(cases[1] if cases[0] is v else cases[0])
+        number = number_of(self.flow, cases[1] if cases[0] is v else cases[0])
         if source is None or number is None or number > _PADDING:
             return None
         return _Padding(source, cases[0] is v, number, len(self.steps))
-
-    def _number(self, x: Any) -> float | None:
-        """The one number that all elements of an operand are; None if they aren't."""
-        if isinstance(x, compat.Literal):
-            return float(np.asarray(x.val)) if np.ndim(x.val) == 0 else None
-        maker = self.flow.maker(x)
-        if maker is None:
-            return None
-        if maker.primitive.name in ("broadcast_in_dim", "convert_element_type"):
-            return self._number(maker.invars[0])
-        row = primitive(maker.primitive.name)
-        numbers = [self._number(y) for y in maker.invars] if row.pointwise and not x.aval.shape else [None]
-        if None in numbers:
-            return None
-        arrays = [np.asarray(n, y.aval.dtype) for n, y in zip(numbers, maker.invars, strict=True)]
-        found = bind_on_host(maker, arrays, wide=False)
-        return float(found[0]) if found and found[0] is not None else None
 
     def _follow(self, waiting: list[Any]) -> None:
         while waiting:
@@ -254,7 +230,7 @@ class _Search:
             case "mul", [Logits() as logits, Labels() as labels] | [Labels() as labels, Logits() as logits]:
                 return Picked(labels, logits)
             case "select_n", [Labels(((label, 1.0),), 0.0), None, Logits() as logits] if (
-                self._number(eqn.invars[1]) == 0
+                number_of(self.flow, eqn.invars[1]) == 0
             ):
                 return Picked(Labels(((label, 1.0),)), logits)
             case "neg", [Picked(labels, logits)]:
@@ -263,10 +239,10 @@ class _Search:
                 return Picked(Labels((), -1.0), logits)
             case "mul", [Picked(), None] | [None, Picked()] | [Logits(), None] | [None, Logits()]:
                 kind = kinds[0] if kinds[0] is not None else kinds[1]
-                number = self._number(eqn.invars[1] if kinds[0] is not None else eqn.invars[0])
+                number = number_of(self.flow, eqn.invars[1] if kinds[0] is not None else eqn.invars[0])
                 if number is not None:
                     labels, logits = (kind.labels, kind.logits) if isinstance(kind, Picked) else (Labels((), 1.0), kind)
-                    return Picked(_times(labels, number), logits)
+                    return Picked(times(labels, number), logits)
             case "reduce_max", [Logits(shift)] if self._over_vocabulary(eqn):
                 self.is_loss = True
                 if not self._is_stopped(eqn.outvars[0]):
@@ -290,7 +266,7 @@ class _Search:
             case "argmax", [Logits(shift)] if eqn.params["axes"] == (len(self.shape),):
                 dtype = eqn.params["index_dtype"]
                 return self._note(eqn, lambda found, *rows: found[3].astype(dtype), ())
-            case "gather", [Logits(shift), None] if (label := self._gathered(eqn)) is not None:
+            case "gather", [Logits(shift), None] if (label := gathered(self.flow, eqn, self.shape)) is not None:
                 return self._note_gather(eqn, label, shift)
         if primitive(name).rule and not any(self.size in v.aval.shape for v in eqn.outvars):
             self.is_loss = True
@@ -302,76 +278,10 @@ class _Search:
         """What an operand is: logits, what is made of them, or labels; None for anything else."""
         if isinstance(x, compat.Literal):
             return None
-        return self.known.get(x) or self._as_labels(x)
-
-    def _as_labels(self, x: Any) -> Labels | None:
-        """An operand as numbers that differ at labels only."""
-        if x.aval.shape != (*self.shape, self.size):
-            return None
-        eqn = self.flow.maker(x)
-        if eqn is None:
-            return None
-        name, ins = eqn.primitive.name, eqn.invars
-        if name == "select_n" and len(ins) == 3:
-            off, on, hit = self._number(ins[1]), self._number(ins[2]), self._as_labels(ins[0])
-            if off is not None and on is not None and hit is not None and hit.rest == 0:
-                return _times(hit, on - off)._replace(rest=off)
-        elif name == "gt":
-            hot, least = self._as_labels(ins[0]), self._number(ins[1])
-            is_hot = hot is not None and hot.rest == 0 and [factor for _, factor in hot.factors] == [1.0]
-            return hot if is_hot and least is not None and 0 <= least < 1 else None
-        elif name == "eq":
-            for i in (0, 1):
-                if self._counts(ins[i]) and (label := self._source_of_row(ins[1 - i])) is not None:
-                    return Labels(((label, 1.0),))
-        elif name == "convert_element_type":
-            return self._as_labels(ins[0])
-        elif name in ("mul", "add", "div", "sub"):
-            for i in (0, 1) if name in ("mul", "add") else (0,):
-                number = None if isinstance(ins[i], compat.Literal) else self._number(ins[1 - i])
-                labels = self._as_labels(ins[i]) if number is not None else None
-                if labels is not None and number is not None:
-                    if name in ("mul", "div"):
-                        return _times(labels, number if name == "mul" else 1 / number)
-                    return labels._replace(rest=labels.rest + (number if name == "add" else -number))
-        return None
-
-    def _counts(self, x: Any) -> bool:
-        """Whether an operand counts the vocabulary, in a dtype that holds its numbers."""
-        while (eqn := self.flow.maker(x)) is not None and _holds(x.aval.dtype, self.size):
-            name = eqn.primitive.name
-            if name == "iota":
-                return bool(eqn.params["dimension"] == x.aval.ndim - 1 and x.aval.shape[-1] == self.size)
-            if name == "broadcast_in_dim":
-                (inner,) = eqn.invars
-                dims = eqn.params["broadcast_dimensions"]
-                if inner.aval.shape[-1:] != (self.size,) or dims[-1] != x.aval.ndim - 1:
-                    return False
-            elif name not in ("convert_element_type", "reshape") or eqn.invars[0].aval.shape[-1:] != (self.size,):
-                return False
-            x = eqn.invars[0]
-        return False
-
-    def _source_of_row(self, x: Any) -> Any:
-        """The variable that an operand is made of that is the same for all of the vocabulary; None if it isn't."""
-        if not isinstance(x, compat.Literal) and x.aval.shape == (*self.shape, 1):
-            return x
-        eqn = None if isinstance(x, compat.Literal) else self.flow.maker(x)
-        if eqn is None or eqn.primitive.name != "broadcast_in_dim":
-            return None
-        (source,) = eqn.invars
-        if isinstance(source, compat.Literal):
-            return None
-        dims, shape = eqn.params["broadcast_dimensions"], source.aval.shape
-        if math.prod(shape) != math.prod(self.shape):
-            return None
-        wide = [n for n, d in zip(shape, dims, strict=True) if d < len(self.shape)]
-        last = [n for n, d in zip(shape, dims, strict=True) if d == len(self.shape)]
-        same = [n for n in wide if n != 1] == [n for n in self.shape if n != 1]
-        return source if same and last in ([], [1]) else None
+        return self.known.get(x) or labels_of(self.flow, x, (*self.shape, self.size))
 
     def _row(self, eqn: Any, x: Any) -> Any:
-        source = self._source_of_row(x)
+        source = row_of(self.flow, x, self.shape)
         if source is None:
             raise Refused(_read_by(eqn))
         return source
@@ -388,32 +298,6 @@ class _Search:
         rows = tuple(range(len(self.shape)))
         contracted, batch = eqn.params["dimension_numbers"]
         return bool(contracted == ((len(rows),),) * 2 and batch == (rows, rows))
-
-    def _gathered(self, eqn: Any) -> Any:
-        """The labels of a gather that takes one element of each row; None if it takes others."""
-        operand, indices, params = eqn.invars[0].aval.shape, eqn.invars[1], eqn.params
-        numbers, last = params["dimension_numbers"], len(self.shape)
-        sizes = {math.prod(self.shape), eqn.outvars[0].aval.size}
-        if set(params["slice_sizes"]) != {1} or len(sizes) != 1 or indices.aval.dtype != np.int32:
-            return None
-        if numbers.start_index_map == (last,) and indices.aval.size in sizes:  # `take_along_axis`
-            batched = [d for d in range(last) if d in numbers.operand_batching_dims or operand[d] == 1]
-            return indices if batched == list(range(last)) else None
-        pair = self.flow.maker(indices) if numbers.start_index_map == (0, 1) == tuple(range(last + 1)) else None
-        if pair is None or pair.primitive.name != "concatenate" or len(pair.invars) != 2:
-            return None
-        rows, label = pair.invars  # `logits[jnp.arange(rows), labels]`
-        return label if self._is_arange(rows) and label.aval.size in sizes else None
-
-    def _is_arange(self, v: Any) -> bool:
-        """Whether an index counts the rows, or does so once negative ones are counted from the end."""
-        eqn = self.flow.maker(v)
-        if eqn is None or eqn.primitive.name == "iota":
-            return eqn is not None and eqn.params["dimension"] == 0
-        name = eqn.primitive.name
-        if name == "select_n":
-            return self._is_arange(eqn.invars[1])
-        return name in ("broadcast_in_dim", "reshape", "convert_element_type") and self._is_arange(eqn.invars[0])
 
     def _is_stopped(self, v: Any) -> bool:
         """Whether a value has no derivative."""
@@ -465,10 +349,6 @@ def _read_by(eqn: Any) -> str:
     return f"its logits are read by {eqn.primitive.name}" + (f" ({where})" if where else "")
 
 
-def _times(labels: Labels, number: float) -> Labels:
-    return Labels(tuple((y, f * number) for y, f in labels.factors), labels.rest * number)
-
-
 def _total(shift: Sequence[tuple[float, Any]], rows: Sequence[Any]) -> Any:
     return sum((sign * row for (sign, _), row in zip(shift, rows, strict=True)), start=np.float32(0))
 
@@ -500,13 +380,6 @@ def _is_normalised(flow: Dataflow, v: Any) -> bool:
                 seen.update(new)
                 waiting += new
     return False
-
-
-def _holds(dtype: Any, count: int) -> bool:
-    """Whether a dtype holds all integers below a count."""
-    if np.issubdtype(dtype, np.integer):
-        return int(np.iinfo(dtype).max) >= count - 1
-    return bool(jnp.issubdtype(dtype, jnp.floating) and count <= 2 ** (compat.finfo(dtype).nmant + 1))
 
 
 def weights_first(matmul: Any) -> bool:

@@ -1,0 +1,150 @@
+"""Reads labels: arrays over the vocabulary that differ at them alone, and gathers of one element of each row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from mpjax.program import compat
+from mpjax.program.dataflow import Dataflow
+from mpjax.program.host import bind_on_host
+from mpjax.program.primitives import primitive
+
+# By name: labels are found by how they are compared and gathered.
+
+
+class Labels(NamedTuple):
+    """Numbers that are the same for all of the vocabulary but the label: a factor for each label, and the rest."""
+
+    factors: tuple[tuple[Any, float], ...]
+    rest: float = 0.0
+
+
+def times(labels: Labels, number: float) -> Labels:
+    return Labels(tuple((y, f * number) for y, f in labels.factors), labels.rest * number)
+
+
+def number_of(flow: Dataflow, x: Any) -> float | None:
+    """The one number that all elements of an operand are; None if they aren't."""
+    if isinstance(x, compat.Literal):
+        return float(np.asarray(x.val)) if np.ndim(x.val) == 0 else None
+    maker = flow.maker(x)
+    if maker is None:
+        return None
+    if maker.primitive.name in ("broadcast_in_dim", "convert_element_type"):
+        return number_of(flow, maker.invars[0])
+    row = primitive(maker.primitive.name)
+    numbers = [number_of(flow, y) for y in maker.invars] if row.pointwise and not x.aval.shape else [None]
+    if None in numbers:
+        return None
+    arrays = [np.asarray(n, y.aval.dtype) for n, y in zip(numbers, maker.invars, strict=True)]
+    found = bind_on_host(maker, arrays, wide=False)
+    return float(found[0]) if found and found[0] is not None else None
+
+
+def labels_of(flow: Dataflow, x: Any, shape: Sequence[int]) -> Labels | None:
+    """An operand as numbers that differ at labels only."""
+    if x.aval.shape != tuple(shape):
+        return None
+    eqn = flow.maker(x)
+    if eqn is None:
+        return None
+    name, ins = eqn.primitive.name, eqn.invars
+    if name == "select_n" and len(ins) == 3:
+        off, on, hit = number_of(flow, ins[1]), number_of(flow, ins[2]), labels_of(flow, ins[0], shape)
+        if off is not None and on is not None and hit is not None and hit.rest == 0:
+            return times(hit, on - off)._replace(rest=off)
+    elif name == "gt":
+        hot, least = labels_of(flow, ins[0], shape), number_of(flow, ins[1])
+        is_hot = hot is not None and hot.rest == 0 and [factor for _, factor in hot.factors] == [1.0]
+        return hot if is_hot and least is not None and 0 <= least < 1 else None
+    elif name == "eq":
+        for i in (0, 1):
+            if _counts(flow, ins[i], shape[-1]) and (label := row_of(flow, ins[1 - i], shape[:-1])) is not None:
+                return Labels(((label, 1.0),))
+    elif name == "convert_element_type":
+        return labels_of(flow, ins[0], shape)
+    elif name in ("mul", "add", "div", "sub"):
+        for i in (0, 1) if name in ("mul", "add") else (0,):
+            number = None if isinstance(ins[i], compat.Literal) else number_of(flow, ins[1 - i])
+            labels = labels_of(flow, ins[i], shape) if number is not None else None
+            if labels is not None and number is not None:
+                if name in ("mul", "div"):
+                    return times(labels, number if name == "mul" else 1 / number)
+                return labels._replace(rest=labels.rest + (number if name == "add" else -number))
+    return None
+
+
+def _counts(flow: Dataflow, x: Any, size: int) -> bool:
+    """Whether an operand counts the vocabulary, in a dtype that holds its numbers."""
+    while (eqn := flow.maker(x)) is not None and _holds(x.aval.dtype, size):
+        name = eqn.primitive.name
+        if name == "iota":
+            return bool(eqn.params["dimension"] == x.aval.ndim - 1 and x.aval.shape[-1] == size)
+        if name == "broadcast_in_dim":
+            (inner,) = eqn.invars
+            dims = eqn.params["broadcast_dimensions"]
+            if inner.aval.shape[-1:] != (size,) or dims[-1] != x.aval.ndim - 1:
+                return False
+        elif name not in ("convert_element_type", "reshape") or eqn.invars[0].aval.shape[-1:] != (size,):
+            return False
+        x = eqn.invars[0]
+    return False
+
+
+def row_of(flow: Dataflow, x: Any, rows: Sequence[int]) -> Any:
+    """The variable that an operand is made of that is the same for all of the vocabulary; None if it isn't."""
+    if not isinstance(x, compat.Literal) and x.aval.shape == (*rows, 1):
+        return x
+    eqn = None if isinstance(x, compat.Literal) else flow.maker(x)
+    if eqn is None or eqn.primitive.name != "broadcast_in_dim":
+        return None
+    (source,) = eqn.invars
+    if isinstance(source, compat.Literal):
+        return None
+    dims, shape = eqn.params["broadcast_dimensions"], source.aval.shape
+    if math.prod(shape) != math.prod(rows):
+        return None
+    wide = [n for n, d in zip(shape, dims, strict=True) if d < len(rows)]
+    last = [n for n, d in zip(shape, dims, strict=True) if d == len(rows)]
+    same = [n for n in wide if n != 1] == [n for n in rows if n != 1]
+    return source if same and last in ([], [1]) else None
+
+
+def gathered(flow: Dataflow, eqn: Any, rows: Sequence[int]) -> Any:
+    """The labels of a gather that takes one element of each row; None if it takes others."""
+    operand, indices, params = eqn.invars[0].aval.shape, eqn.invars[1], eqn.params
+    numbers, last = params["dimension_numbers"], len(rows)
+    sizes = {math.prod(rows), eqn.outvars[0].aval.size}
+    if set(params["slice_sizes"]) != {1} or len(sizes) != 1 or indices.aval.dtype != np.int32:
+        return None
+    if numbers.start_index_map == (last,) and indices.aval.size in sizes:  # `take_along_axis`
+        batched = [d for d in range(last) if d in numbers.operand_batching_dims or operand[d] == 1]
+        return indices if batched == list(range(last)) else None
+    pair = flow.maker(indices) if numbers.start_index_map == (0, 1) == tuple(range(last + 1)) else None
+    if pair is None or pair.primitive.name != "concatenate" or len(pair.invars) != 2:
+        return None
+    rows, label = pair.invars  # `logits[jnp.arange(rows), labels]`
+    return label if _is_arange(flow, rows) and label.aval.size in sizes else None
+
+
+def _is_arange(flow: Dataflow, v: Any) -> bool:
+    """Whether an index counts the rows, or does so once negative ones are counted from the end."""
+    eqn = flow.maker(v)
+    if eqn is None or eqn.primitive.name == "iota":
+        return eqn is not None and eqn.params["dimension"] == 0
+    name = eqn.primitive.name
+    if name == "select_n":
+        return _is_arange(flow, eqn.invars[1])
+    return name in ("broadcast_in_dim", "reshape", "convert_element_type") and _is_arange(flow, eqn.invars[0])
+
+
+def _holds(dtype: Any, count: int) -> bool:
+    """Whether a dtype holds all integers below a count."""
+    if np.issubdtype(dtype, np.integer):
+        return int(np.iinfo(dtype).max) >= count - 1
+    return bool(jnp.issubdtype(dtype, jnp.floating) and count <= 2 ** (compat.finfo(dtype).nmant + 1))
