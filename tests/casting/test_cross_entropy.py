@@ -107,6 +107,11 @@ def indexed(params, x, y):
     return -jnp.mean(log_p[jnp.arange(B * T), y.reshape(-1)])
 
 
+def indexed_by_rows(params, x, y):
+    log_p = jax.nn.log_softmax(logits_of(params, x))
+    return -jnp.mean(log_p[jnp.arange(B)[:, None], jnp.arange(T)[None], y])
+
+
 def jitted(params, x, y):
     return jax.jit(integer_labels)(params, x, y)
 
@@ -198,10 +203,10 @@ LOSSES = {
     f.__name__: f
     for f in (
         log_softmax, integer_labels, one_hot, smoothed, logsumexp, z_loss, compared, tied, biased_and_cold, capped,
-        shifted_and_ignored, flat, indexed, with_accuracy, policy_gradient, jitted, checkpointed, scanned, mapped,
-        outside, of_each_row, rows_behind_and_swapped, on_and_off_values, smoothed_where, padded_vocabulary,
-        padded_and_biased, labels_in_the_padding, padded_then_scaled_and_capped, summed_at_once, contracted,
-        named_and_divided_by_a_root,
+        shifted_and_ignored, flat, indexed, indexed_by_rows, with_accuracy, policy_gradient, jitted, checkpointed,
+        scanned, mapped, outside, of_each_row, rows_behind_and_swapped, on_and_off_values, smoothed_where,
+        padded_vocabulary, padded_and_biased, labels_in_the_padding, padded_then_scaled_and_capped, summed_at_once,
+        contracted, named_and_divided_by_a_root,
     )
 }  # fmt: skip
 
@@ -257,6 +262,11 @@ def test_a_loss_stores_no_logits_and_is_as_exact_as_today(name, policy, monkeypa
     assert (fused <= 1.1 * today + half / 4).all(), (fused, today)
 
 
+def of_the_row_before(params, x, y):
+    log_p = jax.nn.log_softmax(logits_of(params, x))
+    return -jnp.mean(log_p[jnp.arange(B)[:, None], (jnp.arange(T)[None] + 1) % T, y])
+
+
 def returned(params, x, y):
     logits = logits_of(params, x)
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean() + logits[0, 0, 0]
@@ -299,6 +309,7 @@ REFUSED = {
     squared: "read by",
     margin: "its largest logit has a gradient",
     at_its_own_argmax: "its labels follow from its own logits",
+    of_the_row_before: "read by gather (test_cross_entropy.py:",
     of_a_slice: "read by slice (test_cross_entropy.py:",
     at_a_learned_temperature: "read by div (test_cross_entropy.py:",
     seen: "its logits are returned",

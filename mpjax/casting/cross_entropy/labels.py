@@ -125,22 +125,30 @@ def gathered(flow: Dataflow, eqn: Any, rows: Sequence[int]) -> Any:
     if numbers.start_index_map == (last,) and indices.aval.size in sizes:  # `take_along_axis`
         batched = [d for d in range(last) if d in numbers.operand_batching_dims or operand[d] == 1]
         return indices if batched == list(range(last)) else None
-    pair = flow.maker(indices) if numbers.start_index_map == (0, 1) == tuple(range(last + 1)) else None
-    if pair is None or pair.primitive.name != "concatenate" or len(pair.invars) != 2:
+    joined = flow.maker(indices) if numbers.start_index_map == tuple(range(last + 1)) else None
+    if joined is None or joined.primitive.name != "concatenate" or len(joined.invars) != last + 1:
         return None
-    rows, label = pair.invars  # `logits[jnp.arange(rows), labels]`
-    return label if _is_arange(flow, rows) and label.aval.size in sizes else None
+    *places, label = joined.invars  # `logits[jnp.arange(rows), labels]`
+    counted = (_equals(_known(flow, v), place) for v, place in zip(places, np.indices(rows, np.int32), strict=True))
+    return label if label.aval.size in sizes and all(counted) else None
 
 
-def _is_arange(flow: Dataflow, v: Any) -> bool:
-    """Whether an index counts the rows, or does so once negative ones are counted from the end."""
-    eqn = flow.maker(v)
-    if eqn is None or eqn.primitive.name == "iota":
-        return eqn is not None and eqn.params["dimension"] == 0
-    name = eqn.primitive.name
-    if name == "select_n":
-        return _is_arange(flow, eqn.invars[1])
-    return name in ("broadcast_in_dim", "reshape", "convert_element_type") and _is_arange(flow, eqn.invars[0])
+def _equals(found: Any, place: Any) -> bool:
+    return found is not None and found.size == place.size and np.array_equal(found.ravel(), place.ravel())
+
+
+def _known(flow: Dataflow, x: Any) -> Any:
+    """An operand as an array of NumPy; None if it follows from what the program is given."""
+    if isinstance(x, compat.Literal):
+        aval: Any = x.aval
+        return np.asarray(x.val, aval.dtype)
+    maker, arrays = flow.maker(x), []
+    for operand in maker.invars if maker is not None else ():
+        arrays.append(_known(flow, operand))
+        if arrays[-1] is None:
+            return None
+    found = bind_on_host(maker, arrays, wide=False) if maker is not None else None
+    return None if found is None else found[list(maker.outvars).index(x)]
 
 
 def _holds(dtype: Any, count: int) -> bool:
