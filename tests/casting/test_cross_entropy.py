@@ -304,7 +304,14 @@ def seen(params, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), logits
 
 
+def cast_by_the_program(params, x, y):
+    """A stranger's head: its logits were stored, and nothing said why."""
+    logits = x.astype(jnp.bfloat16) @ params[0].astype(jnp.bfloat16)
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), y).mean()
+
+
 REFUSED = {
+    cast_by_the_program: "casts its operands to half itself",
     returned: "read by",
     squared: "read by",
     margin: "its largest logit has a gradient",

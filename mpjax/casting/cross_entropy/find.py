@@ -19,6 +19,7 @@ from mpjax.casting.cross_entropy.labels import Labels, gathered, labels_of, numb
 from mpjax.casting.setting import tracked
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow
+from mpjax.program.interpreter import is_half
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import source_line
 
@@ -363,6 +364,8 @@ def losses(flow: Dataflow) -> Iterator[tuple[Any, Found | str]]:
             except Refused as why:
                 if search.is_loss or search.reads or _is_normalised(flow, eqn.outvars[0]):
                     yield eqn, str(why)
+        elif _multiplies_rows(eqn) and all(map(is_half, eqn.invars)) and _is_normalised(flow, eqn.outvars[0]):
+            yield eqn, "the program casts its operands to half itself: autocast does so, if they are float32"
 
 
 def _is_normalised(flow: Dataflow, v: Any) -> bool:
@@ -395,10 +398,13 @@ def vocabulary_of(matmul: Any) -> int:
 
 
 def _is_head(flow: Dataflow, eqn: Any) -> bool:
-    """Whether a matmul multiplies rows by a matrix."""
-    if eqn.primitive.name != "dot_general" or not all(map(tracked, (*eqn.invars, *eqn.outvars))):
+    """Whether a matmul multiplies float32 rows by a matrix."""
+    return _multiplies_rows(eqn) and all(map(tracked, (*eqn.invars, *eqn.outvars))) and eqn.outvars[0] in flow.readers
+
+
+def _multiplies_rows(eqn: Any) -> bool:
+    if eqn.primitive.name != "dot_general":
         return False
     ((left, right), (batch, _)) = eqn.params["dimension_numbers"]
     x, w = reversed(eqn.invars) if weights_first(eqn) else eqn.invars
-    shaped = len(left) == len(right) == 1 and not batch and w.aval.ndim == 2 and x.aval.ndim >= 2
-    return shaped and eqn.outvars[0] in flow.readers
+    return len(left) == len(right) == 1 and not batch and w.aval.ndim == 2 and x.aval.ndim >= 2
