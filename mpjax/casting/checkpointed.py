@@ -1,18 +1,19 @@
 """Takes the residual stream out of `jax.checkpoint`: `h + checkpoint(f)(h)` for `checkpoint(h + f(h))`.
 
-A checkpoint keeps what goes in until the backward pass. If the stream's addition is inside, its float32 would be kept
-for each layer. If it is outside, it follows from nothing, and the checkpoint keeps the half copy that the layer reads.
+Layers may scale it: `0.9 * h + checkpoint(f)(h)`, or `0.7 * h + checkpoint(0.7 * f)(h)` for `0.7 * (h + f(h))`. A
+checkpoint keeps what goes in until the backward pass. If the stream's addition is inside, its float32 would be kept for
+each layer. If it is outside, it follows from nothing, and the checkpoint keeps the half copy that the layer reads.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from mpjax.casting.setting import tracked
 from mpjax.casting.streams import adds_arrays
 from mpjax.program import compat, derivative_rules
-from mpjax.program.dataflow import Dataflow, live_equations, once_per_jaxpr
+from mpjax.program.dataflow import Dataflow, live_equations, once_per_jaxpr, variables
 from mpjax.program.graph import sub_jaxprs
 from mpjax.program.primitives import primitive
 
@@ -57,27 +58,46 @@ def _split(eqn: Any) -> list[Any]:
     changed, sums = _apart(inner.opened)
     if not sums:
         return [eqn]
-    outvars, after = list(eqn.outvars), []
-    for k, i, add in sums:
+    outvars = list(eqn.outvars)
+    after: list[Any] = []
+    for k, i, steps in sums:
         outvars[k] = compat.new_variable(eqn.outvars[k])
-        total = add.replace(invars=[eqn.invars[i], outvars[k]], outvars=[eqn.outvars[k]])
-        after.append(compat.in_scopes_of(total, eqn))
+        stream = eqn.invars[i]
+        for step in steps:
+            if step.added is None:
+                stream = _like(step.eqn, [stream if v is step.stream else v for v in step.eqn.invars], after)
+        add = _addition(steps).replace(invars=[stream, outvars[k]], outvars=[eqn.outvars[k]])
+        after.append(add)
+    after = [compat.in_scopes_of(each, eqn) for each in after]
     return [compat.with_sub_jaxpr(eqn, inner.jaxpr, changed).replace(outvars=outvars), *after]
 
 
+class _Step(NamedTuple):
+    """An equation of a stream: it adds, or scales by a number.
+
+    Args:
+        eqn: The equation.
+        stream: The stream before it.
+        added: What it adds; None if it scales.
+    """
+
+    eqn: Any
+    stream: Any
+    added: Any = None
+
+
 @once_per_jaxpr
-def _apart(body: Any) -> tuple[Any, list[tuple[int, int, Any]]]:
-    """The jaxpr of a call without its additions to a stream, and the index of the result and of the input of each."""
+def _apart(body: Any) -> tuple[Any, list[tuple[int, int, list[_Step]]]]:
+    """The jaxpr of a call without its streams, and the index of the result and of the input of each, and its steps."""
     eqns = [new for eqn in body.eqns for new in (_split(eqn) if _is_jitted(eqn) else [eqn])]
     flow = Dataflow(eqns)
     new: list[Any] = []
     sums, returned = [], list(body.outvars)
     for k, v in enumerate(body.outvars):
-        found = _stream(flow, body.invars, v)
-        if found is not None:
-            i, add, addends = found
-            returned[k] = functools.reduce(functools.partial(_sum, add, new), addends)
-            sums.append((k, i, add))
+        steps = _stream(flow, body.invars, v)
+        if any(step.added is not None for step in steps):
+            returned[k] = _added(steps, new)
+            sums.append((k, list(body.invars).index(steps[0].stream), steps))
     if not sums:
         return None, []
     changed = body.replace(eqns=[*eqns, *new], outvars=returned)
@@ -86,26 +106,54 @@ def _apart(body: Any) -> tuple[Any, list[tuple[int, int, Any]]]:
     return changed, sums
 
 
+def _added(steps: Sequence[_Step], eqns: list[Any]) -> Any:
+    """What the steps of a stream add to it in all; `eqns` gets the equations that compute it."""
+    total = None
+    for step in steps:
+        if step.added is None and total is not None:
+            total = _like(step.eqn, [total if v is step.stream else v for v in step.eqn.invars], eqns)
+        elif step.added is not None:
+            total = step.added if total is None else _like(_addition(steps), [total, step.added], eqns)
+    return total
+
+
+def _addition(steps: Sequence[_Step]) -> Any:
+    return next(step.eqn for step in reversed(steps) if step.added is not None)
+
+
 def _is_jitted(eqn: Any) -> bool:
     row = primitive(eqn.primitive.name)
     return row.call and not row.rule and eqn.primitive.name not in _CHECKPOINTS and len(sub_jaxprs(eqn)) == 1
 
 
-def _sum(add: Any, eqns: list[Any], a: Any, b: Any) -> Any:
-    """The sum of two variables, by an equation like another that is added to some."""
-    out = compat.new_variable(a)
-    eqns.append(add.replace(invars=[a, b], outvars=[out]))
+def _like(eqn: Any, invars: Sequence[Any], eqns: list[Any]) -> Any:
+    """The result of an equation like another one, of other variables."""
+    out = compat.new_variable(eqn.outvars[0])
+    eqns.append(eqn.replace(invars=list(invars), outvars=[out]))
     return out
 
 
-def _stream(flow: Dataflow, inputs: Sequence[Any], v: Any) -> tuple[int, Any, list[Any]] | None:
-    """The index of the input that a value is a sum with, the last addition, and what is added."""
+def _stream(flow: Dataflow, inputs: Sequence[Any], v: Any) -> list[_Step]:
+    """The steps by which an input becomes a value; empty if it does so by other equations."""
     eqn = flow.maker(v)
-    if eqn is None or not adds_arrays(eqn):
-        return None
-    for before, added in (eqn.invars, eqn.invars[::-1]):
-        if before in inputs and before is not added:
-            return list(inputs).index(before), eqn, [added]
-        if (found := _stream(flow, inputs, before)) is not None:
-            return found[0], eqn, [*found[2], added]
-    return None
+    if eqn is None:
+        return []
+    if adds_arrays(eqn):
+        pairs = [*zip(eqn.invars, eqn.invars[::-1], strict=True)]
+        candidates = [_Step(eqn, before, added) for before, added in pairs if before is not added]
+    else:
+        candidates = [_Step(eqn, before) for before in _scaled(eqn)]
+    for step in candidates:
+        if step.stream in inputs:
+            return [step]
+        if before := _stream(flow, inputs, step.stream):
+            return [*before, step]
+    return []
+
+
+def _scaled(eqn: Any) -> list[Any]:
+    """The operand of a product or a quotient with a number, in a list; empty for other equations."""
+    row = primitive(eqn.primitive.name)
+    arrays = variables(eqn.invars)
+    is_scaling = row.scales and len(eqn.invars) == 2 and len(arrays) == 1 and tracked(eqn.outvars[0])
+    return arrays if is_scaling and (row.linear != "first" or arrays[0] is eqn.invars[0]) else []

@@ -162,16 +162,16 @@ def branch(h, w):
     return jnp.tanh(h @ w) @ w.T
 
 
-def network_of(each, scan=True):
-    """A network that scans over its layers, or repeats them."""
+def network_of(each, scan=True, read=lambda w: w):
+    """A network that scans over its layers, or repeats them; `read` finds a square matrix in a layer's weights."""
 
     def network(w, x):
-        h = x @ w[0]
+        h = x @ read(w[0])
         if scan:
             h, _ = lax.scan(lambda h, w: (each(h, w), None), h, w)
         for w_of_layer in () if scan else w:
             h = each(h, w_of_layer)
-        return jnp.mean((normalised(h) @ w[0] - 1) ** 2)
+        return jnp.mean((normalised(h) @ read(w[0]) - 1) ** 2)
 
     return network
 
@@ -180,9 +180,41 @@ in_bfloat16 = functools.partial(mpjax.autocast, policy="mixed_bfloat16")
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize(("each", "layers", "most"), [(layer, 12, 2.0), (lambda h, w: h + 0.1 * branch(h, w), 24, 2.6)])
-def test_a_stream_of_24_additions_is_as_exact_as_the_docs_say(each, layers, most):
-    assert errors_of(network_of(each), layers, in_bfloat16)[0] <= most
+@pytest.mark.parametrize(("each", "layers"), [(layer, 12), (lambda h, w: h + 0.01 * branch(h, w), 12)])
+def test_a_stream_of_24_additions_is_as_exact_as_the_docs_say(each, layers):
+    assert errors_of(network_of(each), layers, in_bfloat16)[0] <= 2.0
+
+
+LITTLE = {
+    "a number": lambda h, scale, w: h + 0.1 * branch(h, w),
+    "a quotient": lambda h, scale, w: h + branch(h, w) / 8,
+    "LayerScale": lambda h, scale, w: h + scale * branch(h, w),
+    "LayerScale in half": lambda h, scale, w: scale.astype(jnp.bfloat16).astype(jnp.float32) * branch(h, w) + h,
+}
+MUCH = {
+    "a norm's scale": lambda h, scale, w: h + scale * normalised(branch(h, w)),
+    "a number near 1": lambda h, scale, w: h + 0.7 * branch(h, w),
+    "a gate": lambda h, scale, w: h + jax.nn.sigmoid(h) * branch(h, w),
+}
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("name", [*LITTLE, *MUCH])
+def test_additions_of_little_count_twice(name, scan):
+    network = network_of(lambda h, each: (LITTLE | MUCH)[name](h, each[0], each[1:]), scan, lambda w: w[1:])
+    jaxpr = jax.make_jaxpr(network)(np.ones((12, 9, 8), np.float32), X[0])
+    assert additions_in_a_row(jaxpr) == (24 if name in LITTLE else 12)
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", ["a number", "LayerScale"])
+def test_a_stream_to_which_24_layers_add_little_is_as_exact_as_by_hand(name):
+    """In half, up to 3 times by hand."""
+    network = network_of(lambda h, each: LITTLE[name](h, 0.02 * each[0], each[1:]), read=lambda w: w[1:])
+    draws = [drawn(24, seed) for seed in range(4)]
+    draws = [(np.concatenate([w[:, :1], w], 1), x) for w, x in draws]
+    (error,) = mean_errors(network, draws, [in_bfloat16], jnp.dtype("bfloat16"), of_gradient=False)
+    assert error <= 1.2
 
 
 # What a layer makes of the sum, and the most error relative to casts by hand: a norm after the sum also rounds its
@@ -204,6 +236,17 @@ def test_a_stream_may_be_scaled_and_normalised(each, most, scan):
     error, in_half = errors_of(network, 48, in_bfloat16, functools.partial(in_bfloat16, rules=HALF))
     assert error <= most
     assert error < in_half
+    kept, kept_in_half = (measures.residual_bytes(in_bfloat16(network, rules=r), *drawn(48, 0)) for r in (None, HALF))
+    assert kept == kept_in_half
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("name", ["scaled", "sum scaled"])
+@pytest.mark.parametrize("wrap", [jax.checkpoint, lambda layer: jax.checkpoint(jax.jit(layer))], ids=["", "jit"])
+def test_a_stream_that_a_checkpoint_scales_is_outside_of_it(name, wrap):
+    """Up to 3.8 times by hand after 48 layers, whose sums a checkpoint rounded."""
+    network = network_of(wrap(STATES[name][0]))
+    assert errors_of(network, 48, in_bfloat16)[0] <= 1.2
     kept, kept_in_half = (measures.residual_bytes(in_bfloat16(network, rules=r), *drawn(48, 0)) for r in (None, HALF))
     assert kept == kept_in_half
 
