@@ -301,7 +301,7 @@ def _bind(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
         shape = eqn.outvars[0].aval.shape
         if primitive(eqn.primitive.name).multiplies and len(step.broadcast) == 1:
             (i,) = step.broadcast
-            low = weight_gradients.detached.bind(operands[i][FULL if step.rounded_once else HALF])
+            low = operands[i][FULL if step.rounded_once else HALF]
             return [value_of(_scaled(args[1 - i], args[i], low), HALF, half)]
         if step.rounded_once:
             return [value_of(_added(step, args, shape, params), HALF, half)]

@@ -99,7 +99,7 @@ def _adds_little(flow: Dataflow, eqn: Any) -> bool:
     return False
 
 
-def _is_given(flow: Dataflow, v: Any, size: int, depth: int = 6) -> bool:
+def _is_given(flow: Dataflow, v: Any, size: int, depth: int = 12) -> bool:
     """Whether a value repeats a smaller one that follows from inputs alone, element by element."""
     eqn = flow.maker(v)
     if eqn is None or not depth:
