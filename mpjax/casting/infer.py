@@ -310,7 +310,7 @@ class Inference:
             return (0,) if isinstance(eqn.invars[1], compat.Literal) else (1,)
         found = tuple(i for i, v in enumerate(eqn.invars) if self._is_parameter(v))
         whole = {i for i, v in enumerate(eqn.invars) if v.aval.shape == eqn.outvars[0].aval.shape}
-        if len(found) != 1 or not whole - {*found}:
+        if len(found) != 1 or (row.multiplies and not whole - {*found}):
             return ()
         # The derivative of a product keeps the factor: of a computed one, such as a dropout's mask, the half copy.
         factor = eqn.invars[found[0]]

@@ -94,8 +94,8 @@ def block_of(n: int, longest: int) -> int:
 def pack(x: Any, packing: Packing) -> Packed:
     """An array in eight bits; it has no derivative.
 
-    Zeros and signs stay exact, and so do equal elements of a block. Numbers that are not finite stay so: they
-    become NaN in float8, and infinite in int8.
+    Zeros and signs stay exact, and equal elements stay equal. Finite numbers stay finite. Numbers that are not finite
+    stay so: they become NaN in float8, and infinite in int8.
 
     Args:
         x: float16 or bfloat16, shape (..., n).
@@ -123,7 +123,7 @@ def _exponents_abstract_eval(x: Any, *, block: int, top: int) -> Any:
 
 
 def _elements(x: Any, exponents: Any, *, packing: Packing) -> Any:
-    x = x.astype(np.float32)
+    half, x = compat.finfo(x.dtype), x.astype(np.float32)
     blocks = _in_blocks(x, exponents.shape[-1])
     elements = (blocks * _power_of_two(-exponents.astype(np.int32))[..., None]).reshape(x.shape)
     bits = _bits(x) if packing.stochastic else None
@@ -132,8 +132,12 @@ def _elements(x: Any, exponents: Any, *, packing: Packing) -> Any:
         elements = jnp.where(jnp.isnan(elements), np.float32(127), elements)
         elements = jnp.round(elements) if bits is None else jnp.floor(elements + _fraction(bits))
         elements = jnp.clip(elements, np.float32(-127), np.float32(127))
-    elif bits is not None:
-        elements = round_stochastically(elements, packing.dtype, bits)
+    else:
+        # The largest numbers of half would be rounded up to a power of two that it lacks.
+        last = np.float32(2.0 ** (packing.top + 1) - 2.0 ** (packing.top - int(compat.finfo(packing.dtype).nmant)))
+        is_beyond = jnp.isfinite(x) & (jnp.abs(x) > last * np.float32(2.0 ** (int(half.maxexp) - 1 - packing.top)))
+        elements = jnp.where(is_beyond, jnp.sign(x) * last, elements)
+        elements = elements if bits is None else round_stochastically(elements, packing.dtype, bits)
     return elements.astype(packing.dtype)
 
 

@@ -415,3 +415,35 @@ def test_a_warning_says_how_many_flops_are_exact():
     w, x = np.eye(4, dtype=np.float32), np.ones((8, 4), np.float32)
     with pytest.warns(mpjax.AutocastWarning, match="67% of the FLOPs .* 1 dot_general .an index or a decomposition"):
         jax.make_jaxpr(mpjax.autocast(loss))(w, x)
+
+
+KNOTS = np.linspace(-1.4, 0.8, 8, dtype=np.float32)
+BASES = {
+    "triangles": lambda h: jnp.maximum(jnp.minimum((h - KNOTS) / 0.6, (KNOTS + 0.6 - h) / 0.6), 0),
+    "of a ReLU": lambda h: (jax.nn.relu(h - KNOTS) * jax.nn.relu(KNOTS + 0.6 - h)) ** 2,
+    "radial": lambda h: jnp.exp(-8 * (h - KNOTS) ** 2),
+    "sums": lambda h: jax.nn.sigmoid(3 * (h + KNOTS)),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("of_gradient", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", BASES)
+def test_the_knots_of_a_basis_are_not_rounded(name, dtype, of_gradient):
+    """Their rounding is the same error in each row: up to 3 times by hand, and 1e5 where memberships are normalized."""
+
+    def loss(p, batch):
+        x, y = batch
+        for w in p:
+            basis = BASES[name]((x @ w)[..., None])
+            x = (basis / (basis.sum(-1, keepdims=True) + 1e-2)).reshape(len(x), -1) @ np.eye(
+                16 * 8, 8, dtype=np.float32
+            )
+        return jnp.mean((x - y) ** 2)
+
+    rng = np.random.default_rng(0)
+    params = [(rng.normal(size=(8, 16)) / 3).astype(np.float32) for _ in range(2)]
+    kind = Kind(loss, params, tuple(rng.normal(size=(2, 64, 8)).astype(np.float32)))
+    cast = lambda fun: mpjax.autocast(fun, f"mixed_{dtype}")
+    assert error_of_by_hand(kind, cast, jnp.dtype(dtype), of_gradient) <= 1.7

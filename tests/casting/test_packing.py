@@ -87,7 +87,7 @@ def test_what_is_not_finite_stays_so(name, number, dtype):
 @pytest.mark.parametrize("name", FORMATS)
 def test_large_and_small_numbers_of_the_dtype_stay_finite_and_apart_from_zero(name, dtype):
     info = jnp.finfo(dtype)
-    for number in (0.9 * float(info.max), float(info.smallest_normal)):
+    for number in (float(info.max), 0.9 * float(info.max), float(info.smallest_normal)):
         found = unpack(pack(jnp.full((32,), number, dtype), PACKINGS[name]), dtype)
         np.testing.assert_allclose(np.asarray(found, np.float64), number, rtol=1 / 16)
 
