@@ -149,6 +149,8 @@ def autocast(fun: Any = None, policy: Any = "mixed_float16", *, rules: Rules | N
     `torch.autocast`; Micikevicius et al., "Mixed Precision Training", ICLR 2018.
     """
     policy = get_policy(policy)
+    if not isinstance(rules, Rules | None):
+        raise TypeError(f"autocast(rules={rules!r}): give a mpjax.Rules, such as mpjax.Rules(residuals='int8').")
     if fun is None:
         return functools.partial(autocast, policy=policy, rules=rules)
     if not callable(fun) or _is_linen(fun):
@@ -166,6 +168,7 @@ def autocast(fun: Any = None, policy: Any = "mixed_float16", *, rules: Rules | N
         checks.check_inputs(program, policy)
         checks.check_device(setting)
         checks.check_plan(plan, policy, rules)
+        checks.check_residuals(program, setting)
         return finish(run_planned(program, plan))
 
     vars(wrapped)[_ATTRIBUTE] = Autocast(wrapped, fun, policy, rules)

@@ -16,9 +16,14 @@ from mpjax.casting.policies import origin_of, scaled_origin_of
 from mpjax.casting.rows import Row, rows_of
 from mpjax.casting.rules import Rules, UnusedRuleWarning
 from mpjax.casting.setting import Setting
+from mpjax.kernels.packed import PACKINGS
 from mpjax.policy import HALF_DTYPES, Policy
 from mpjax.program import compat
+from mpjax.program.dataflow import dataflow
 from mpjax.program.formats import format_of
+from mpjax.program.graph import passes_of
+from mpjax.program.source import BACKWARD
+from mpjax.program.tracing import TracedCall
 
 
 class AutocastWarning(UserWarning):
@@ -84,6 +89,21 @@ def check_device(setting: Setting) -> None:
     for format in dict.fromkeys(formats):
         if format is not None and (why := format.slow_on(compat.device())):
             _warn(f"autocast: {why}")
+
+
+def check_residuals(program: TracedCall, setting: Setting) -> None:
+    """Warns if residuals are to be stored in eight bits, and the function returns gradients that it takes itself."""
+    if setting.rules.residuals not in PACKINGS:
+        return
+    flow = dataflow(program.jaxpr)
+    arrays = [v for v in flow.returned if getattr(v.aval, "shape", ())]
+    if BACKWARD in passes_of(flow.before(arrays)):
+        _warn(
+            f"autocast: Rules(residuals={setting.rules.residuals!r}) is for what derivatives of this function keep, "
+            "but it takes its gradient itself, and what that keeps stays in half. Differentiate what autocast returns: "
+            "jax.grad(mpjax.autocast(loss_fn, policy, rules=rules)).",
+            UnusedRuleWarning,
+        )
 
 
 def check_plan(plan: Plan, policy: Policy, rules: Rules | None) -> None:

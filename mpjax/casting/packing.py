@@ -54,7 +54,9 @@ def mark_packed(parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferr
 
 
 def _is_activation(v: Any, values: Mapping[Any, Inferred]) -> bool:
-    return tracked(v) and values[v].level >= Level.LOOKED_UP and can_pack(v.aval.shape)
+    # A block is on one device. Axes that are not explicit, XLA chooses.
+    is_split = compat.is_explicit(v.aval) and bool(v.aval.sharding.spec) and v.aval.sharding.spec[-1] is not None
+    return tracked(v) and values[v].level >= Level.LOOKED_UP and can_pack(v.aval.shape) and not is_split
 
 
 def _places(part: Step | RematRegion, jaxpr: Any) -> Iterator[tuple[int, Any]]:

@@ -104,10 +104,12 @@ def _left_alone(site: Site, step: Step, *rest: Any) -> Iterator[_Planned]:
 def rows_of(plan: Plan) -> tuple[Row, ...]:
     """The rows of a plan. Equations of one source line that were planned the same way share a row."""
     merged: dict[Row, list[int]] = {}
-    for each in _planned(plan):
+    planned = [*_planned(plan)]
+    takes_gradient = any(each.site.phase == BACKWARD and not each.rule for each in planned)
+    for each in planned:
         if _silent(each.step):
             continue
-        total = merged.setdefault(_row(each), [0, 0])
+        total = merged.setdefault(_row(each, takes_gradient), [0, 0])
         total[0] += each.site.times
         total[1] += each.site.flops
         if is_unknown(each.site.eqn):
@@ -131,8 +133,8 @@ def _unfused(plan: Plan, around: Site | None = None) -> Iterator[tuple[str, Site
                 yield from _unfused(inner, site_of(step.eqn, around, plan.setting.owners))
 
 
-def _row(planned: _Planned) -> Row:
-    """The row of an equation, without its counts."""
+def _row(planned: _Planned, takes_gradient: bool) -> Row:
+    """The row of an equation, without its counts; of a program that takes a gradient itself, or not."""
     site, step = planned.site, planned.step
     ins = zip(site.eqn.invars, step.reads, strict=True)
     outs = zip(site.eqn.outvars, map(storage_of, step.outs), strict=True)
@@ -141,7 +143,7 @@ def _row(planned: _Planned) -> Row:
     )
     listed, why = step.listing.op.value, step.why or step.listing.op.value
     if planned.packed:
-        why = f"{why}; {planned.packed} for the backward pass"
+        why = f"{why}; {planned.packed} for {'a further derivative' if takes_gradient else 'the backward pass'}"
     if _kept(step) and site.name not in MATMULS:
         listed, why = "kept", "no operand is float32"
     if step.scaled is not None and step.scaled.dtypes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -64,15 +64,16 @@ class Float8:
             self, {"cotangents": (None, *get_args(Cotangents)), "weight_gradients": get_args(WeightGradients)}
         )
         sizes = self.min_size
-        if not (isinstance(sizes, tuple) and len(sizes) == 2 and all(isinstance(n, int) and n >= 0 for n in sizes)):
+        if not (isinstance(sizes, tuple) and len(sizes) == 2 and all(type(n) is int and n >= 0 for n in sizes)):
             raise ValueError(f"Float8(min_size={sizes!r}): give two sizes (K, N), such as (4096, 1024) or (0, 0).")
         for name in ("axis_name", "allow", "deny"):
             value = getattr(self, name)
             if isinstance(value, str) and name != "axis_name":
                 raise ValueError(f"Float8({name}={value!r}): give a list of patterns.")
-            value = (value,) if isinstance(value, str) else tuple(value)
-            if not all(isinstance(part, str) and part for part in value):
+            value = (value,) if isinstance(value, str) else value
+            if not isinstance(value, Iterable) or not all(isinstance(part, str) and part for part in value):
                 raise ValueError(f"Float8({name}={getattr(self, name)!r}): give strings.")
+            value = tuple(value)
             object.__setattr__(self, name, value)
 
     @property
@@ -169,6 +170,8 @@ def _never(eqn: Any, parameters: Sequence[bool | None], format: Format) -> str:
     if eqn.primitive.name != "dot_general" and not (_is_ragged(eqn) and _groups(eqn)):
         kind = "convolutions" if eqn.primitive.name.startswith("conv") else "ragged contractions"
         return f"{kind} have no {format.name} gradients"
+    if any(0 in v.aval.shape for v in eqn.invars[:2]):
+        return "an operand is empty"
     return "the program itself gives an operand in half" if None in parameters else ""
 
 

@@ -569,3 +569,23 @@ def test_a_policy_without_an_eligible_matmul_is_reported_with_the_reasons():
     assert "37.5% in float8" in str(eligible)
     assert eligible.half_share == 1
     assert mpjax.audit(jax.grad(mpjax.autocast(three_layers, "mixed_bfloat16")), *SHAPES).float8_share == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*no matmul of this program is eligible")
+@pytest.mark.parametrize("policy", ["mixed_float8", "mixed_mxfp8"])
+def test_an_empty_batch_runs_as_in_half(policy):
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    fun = mpjax.autocast(loss, policy, rules=mpjax.Rules(float8=mpjax.Float8(min_size=(0, 0))))
+    args = [np.eye(64, dtype=np.float32)] * 3, np.zeros((0, 64), np.float32)
+    assert not any(jnp.any(g) for g in jax.jit(jax.grad(fun))(*args))
+    assert any("an operand is empty" in row.why for row in mpjax.explain(fun, *args).rows)
+
+
+@pytest.mark.parametrize("axis_name", [3, [3], "", None])
+def test_axis_names_that_are_none_are_refused(axis_name):
+    with pytest.raises(ValueError, match=r"axis_name=.*give strings"):
+        mpjax.Float8(axis_name=axis_name)

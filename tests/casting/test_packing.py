@@ -366,3 +366,36 @@ def test_64_bit_integers_change_nothing():
     with jax.enable_x64(True):
         after = jax.jit(jax.grad(cast(loss, "int8")))(w, x)
     jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_a_function_that_returns_its_own_gradient_warns_that_nothing_is_stored_in_eight_bits():
+    """`explain` said that its matmuls were, and the gradients were bitwise those of half."""
+    gradient = cast(jax.grad(loss), "int8")
+    with pytest.warns(mpjax.UnusedRuleWarning, match=r"residuals='int8'.*takes its gradient itself.*jax.grad.mpjax"):
+        jax.eval_shape(gradient, weights(), normal(32, 64))
+    assert not any("backward pass" in row.why for row in mpjax.explain(gradient, weights(), normal(32, 64)).rows)
+    assert any(
+        "int8 for the backward pass" in row.why
+        for row in mpjax.explain(cast(loss, "int8"), weights(), normal(32, 64)).rows
+    )
+
+
+def test_rules_that_are_none_are_refused_where_they_are_given():
+    with pytest.raises(TypeError, match=r"autocast\(rules='int8'\): give a mpjax.Rules"):
+        mpjax.autocast(loss, rules="int8")
+
+
+@pytest.mark.parametrize("residuals", FORMATS[:2])
+def test_rows_that_explicit_axes_split_stay_half(residuals):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def split(w, x):
+        h = jax.nn.gelu(x @ w[0])
+        return jnp.mean(jnp.sin(jnp.matmul(h, w[1], out_sharding=PartitionSpec(None, None))))
+
+    with jax.set_mesh(mesh):
+        x = jax.sharding.reshard(np.ones((32, 64), np.float32), PartitionSpec())
+        specs = PartitionSpec(None, "d"), PartitionSpec("d", None)
+        w = [jax.sharding.reshard(np.eye(64, dtype=np.float32), spec) for spec in specs]
+        found = jax.jit(jax.grad(cast(split, residuals)))(w, x)
+    assert [g.sharding.spec for g in found] == [*specs]
