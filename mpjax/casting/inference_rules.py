@@ -35,6 +35,8 @@ from mpjax.program.primitives import Op, Saves, primitive
 if TYPE_CHECKING:
     from mpjax.casting.infer import Inference
 
+# By name: an equality is no order, and rounding changes it.
+
 
 def _activation(level: Level) -> Level:
     """The level of a float32 result, which forces float32 on its consumers only if it is an activation."""
@@ -79,6 +81,11 @@ def _opaque(inference: Inference, eqn: Any, listing: Listing) -> Step:
 
 
 def _read(inference: Inference, eqn: Any, listing: Listing) -> Step:
+    storages = [value.storage for value in map(inference.value, eqn.invars) if value is not None]
+    # JAX before 0.12 asks which operand of a maximum equals it: rounded, they are as equal as the maximum found them.
+    if eqn.primitive.name in ("eq", "ne") and sorted(storages) == sorted((HALF, FULL)):
+        reads = tuple(inference.read(v, HALF) for v in eqn.invars)
+        return Step(eqn, Action.BIND, reads, (None,), "its result is not a float", listing)
     return inference.in_float32(eqn, listing, Level.COMPUTED, "its result is not a float")
 
 

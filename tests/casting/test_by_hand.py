@@ -12,7 +12,7 @@ import pytest
 import mpjax
 from testing.measures import residual_bytes
 from testing.random_programs.evaluate import in_numpy
-from testing.sensitive import KINDS, Kind, error_of_by_hand
+from testing.sensitive import KINDS, Kind, error_of_by_hand, mean_errors
 
 
 @pytest.mark.standard_promotion
@@ -442,8 +442,11 @@ def test_the_knots_of_a_basis_are_not_rounded(name, dtype, of_gradient):
             )
         return jnp.mean((x - y) ** 2)
 
-    rng = np.random.default_rng(0)
-    params = [(rng.normal(size=(8, 16)) / 3).astype(np.float32) for _ in range(2)]
-    kind = Kind(loss, params, tuple(rng.normal(size=(2, 64, 8)).astype(np.float32)))
+    def draw(seed):
+        rng = np.random.default_rng(seed)
+        params = [(rng.normal(size=(8, 16)) / 3).astype(np.float32) for _ in range(2)]
+        return params, tuple(rng.normal(size=(2, 64, 8)).astype(np.float32))
+
     cast = lambda fun: mpjax.autocast(fun, f"mixed_{dtype}")
-    assert error_of_by_hand(kind, cast, jnp.dtype(dtype), of_gradient) <= 1.7
+    (error,) = mean_errors(loss, [*map(draw, range(4))], [cast], jnp.dtype(dtype), of_gradient)
+    assert error <= 2.0
