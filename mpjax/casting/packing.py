@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from mpjax.casting.attention.kernel import ATTENTION
@@ -93,7 +94,8 @@ def _is_matmul(step: Step) -> bool:
 def _stores_its_inputs(step: Step) -> bool:
     """Whether a step is a call of `jax.checkpoint` whose policy saves nothing inside."""
     is_remat = step.action is Action.ENTER and step.eqn.primitive.name == "remat2"
-    return is_remat and step.eqn.params["policy"] is None and not step.eqn.params["differentiated"]
+    nothing = (None, jax.checkpoint_policies.nothing_saveable)
+    return is_remat and step.eqn.params["policy"] in nothing and not step.eqn.params["differentiated"]
 
 
 def _may_pack(region: RematRegion, v: Any, jaxpr: Any) -> bool:

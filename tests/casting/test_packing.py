@@ -263,6 +263,19 @@ def test_a_checkpoint_around_changes_no_gradient(name, residuals):
         assert measures.relative_error(found, exact) < 1.5 * measures.relative_error(plain, exact)
 
 
+def test_a_checkpoint_that_says_that_it_saves_nothing_is_packed_as_one_that_does_not():
+    def layers(policy):
+        def fun(w, x):
+            for _ in range(3):
+                x = jax.checkpoint(layer, policy=policy)(w, x)
+            return jnp.mean(x**2)
+
+        return mpjax.audit(jax.grad(cast(fun, "int8")), weights(), normal(32, 64)).residuals
+
+    assert layers(ONLY.nothing_saveable) == layers(None)
+    assert "int8" in layers(None)
+
+
 @pytest.mark.parametrize(("name", "spec"), [("int8", ("data",)), ("float8", ("data",)), ("int8", (None, "data"))])
 def test_a_donated_step_over_devices_stores_eight_bits(name, spec):
     """Parameters are split by rows, as in FSDP, or by columns, so that packed rows are split."""
