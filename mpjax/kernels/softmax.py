@@ -33,6 +33,7 @@ from mpjax.kernels import weight_gradients
 from mpjax.kernels.derivatives import set_derivative, set_identity
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _rounded(x: Any, half: Any) -> jax.Array:
     """float32 with the numbers of half. XLA may remove a cast to half and back, but not this."""
     info = jnp.finfo(half)
@@ -43,6 +44,9 @@ def _rounded(x: Any, half: Any) -> jax.Array:
     spacing = np.float32(2.0 ** int(info.minexp - info.nmant))
     below = lax.round(x / spacing, lax.RoundingMethod.TO_NEAREST_EVEN) * spacing
     return jnp.where(jnp.abs(x) < np.float32(2.0 ** int(info.minexp)), below, y)
+
+
+_rounded.defjvp(lambda half, primals, tangents: (_rounded(*primals, half), tangents[0]))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -103,7 +107,7 @@ class Centred:
             top: The maximum of each row of `x`, with axes of size 1 or broadcast.
         """
         top = lax.stop_gradient(top)  # What is subtracted from all scores of a row changes no average.
-        low, sums = _centred_exponentials(self.axes, self.half, lax.stop_gradient(x) - top, scores)
+        low, sums = _centred_exponentials(self.axes, self.half, self.factor, lax.stop_gradient(x) - top, scores)
         divisor = sums / np.float32(self.factor)
         if self.number is not None:
             # Elsewhere, the exponential of a hidden score is 0.
@@ -113,18 +117,35 @@ class Centred:
         return low, sums, divisor
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _centred_exponentials(axes: tuple[int, ...], half: Any, x: Any, scores: Any) -> tuple[Any, Any]:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _centred_exponentials(axes: tuple[int, ...], half: Any, factor: float, x: Any, scores: Any) -> tuple[Any, Any]:
     return exponentials(x, axes, half)
 
 
 @_centred_exponentials.defjvp
-def _centred_exponentials_jvp(axes: tuple[int, ...], half: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    low, sums = _centred_exponentials(axes, half, *primals)
+def _centred_exponentials_jvp(
+    axes: tuple[int, ...], half: Any, factor: float, primals: Any, tangents: Any
+) -> tuple[Any, Any]:
+    low, sums = _scaled_exponentials(axes, half, factor, *primals)
     low, ds = lax.optimization_barrier(low), tangents[1]
-    # A product in half alone, which XLA for GPUs computes in the kernel of the matmul.
+    # A product in half alone, which XLA for GPUs computes in the kernel of the matmul. The factor is in the divisor.
     de = low * lax.convert_element_type(ds, half)
-    return (low, sums), (de, jnp.sum(lax.convert_element_type(low, sums.dtype) * ds, axes))
+    return (low, sums), (de, jnp.zeros_like(sums))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _scaled_exponentials(axes: tuple[int, ...], half: Any, factor: float, x: Any, scores: Any) -> tuple[Any, Any]:
+    """The same for second derivatives, which read the exponentials themselves: their derivative has the factor."""
+    return exponentials(x, axes, half)
+
+
+@_scaled_exponentials.defjvp
+def _scaled_exponentials_jvp(
+    axes: tuple[int, ...], half: Any, factor: float, primals: Any, tangents: Any
+) -> tuple[Any, Any]:
+    low, sums = _scaled_exponentials(axes, half, factor, *primals)
+    de = np.float32(factor) * lax.convert_element_type(low, np.float32) * tangents[1]
+    return (low, sums), (lax.convert_element_type(de, half), jnp.sum(de, axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +165,11 @@ class Average:
     layout: Any  # sums → sums
     width: tuple[int, int] | None = None
 
-    floats = (2,)
+    @property
+    def floats(self) -> tuple[int, ...]:
+        """The operands that stay float32: the sums, and the divisors."""
+        return (2,) if self.width is None else (2, 3)
+
     kind = "allow: divided by the sums of its softmax afterwards"
 
     def __call__(self, halves: tuple[Any, Any], operands: tuple[Any, Any], sums: Any, divisor: Any = None) -> Any:
