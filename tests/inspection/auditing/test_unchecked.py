@@ -16,7 +16,7 @@ def loss_fn(params, x):
 
 
 def risks(clean, tx=None, dtype="mixed_float16", loss=loss_fn):
-    """The places of the risk in a step whose gradients are cleaned by a function."""
+    """How often the risk is there in a step whose gradients are cleaned by a function."""
     tx = mpjax.dynamic_loss_scale(optax.adam(0.1)) if tx is None else tx
 
     def step(params, state, x):
@@ -27,7 +27,7 @@ def risks(clean, tx=None, dtype="mixed_float16", loss=loss_fn):
         return optax.apply_updates(params, updates), state
 
     found = mpjax.audit(step, PARAMS, tx.init(PARAMS), X).risks
-    return [risk.source.split(":")[0] for risk in found if risk.kind == "unchecked"]
+    return sum(risk.kind == "unchecked" for risk in found)
 
 
 def finite(tree):
@@ -47,7 +47,7 @@ HIDING = {
 
 @pytest.mark.parametrize("form", HIDING)
 def test_gradients_that_hide_an_overflow_are_a_risk(form):
-    assert set(risks(lambda grads: jax.tree.map(HIDING[form], grads))) == {"test_unchecked.py"}
+    assert risks(lambda grads: jax.tree.map(HIDING[form], grads))
     assert not risks(lambda grads: jax.tree.map(HIDING[form], grads), dtype="mixed_bfloat16")
 
 

@@ -415,7 +415,7 @@ def test_a_donated_argument_that_nothing_replaces_is_named():
 
 def test_a_step_that_needs_values_runs_as_it_is_given():
     report = mpjax.profile(lambda x: float(x.sum()), jnp.ones(3), steps=2)
-    assert any("can't be compiled as a whole (ConcretizationTypeError" in note for note in report.notes)
+    assert any("can't be compiled as a whole (test_profile.py:" in note for note in report.notes)
     assert report.compiled_seconds is report.flops is None
 
 
