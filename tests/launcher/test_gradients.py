@@ -472,7 +472,8 @@ def test_a_rule_that_a_loss_scale_would_change_keeps_its_gradient_in_float32(lau
         assert list(session.kept) == [NOT_LINEAR]
         assert not session.sites
     else:
-        atol = 4 * float(np.finfo(np.float16).eps)
+        # A penalty is differentiated twice; on JAX before 0.12, one of 256 elements is 2e-3 of the largest off.
+        atol = 4e-3 if form is of_a_penalty and jax.__version_info__ < (0, 12) else 1e-3
         jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=0.05, atol=atol * np.abs(w).max()), got, want)
         assert not session.kept
         if not all((w == 0).all() for w in jax.tree.leaves(want)):  # A zero is not computed.
