@@ -7,7 +7,7 @@ too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -206,7 +206,7 @@ def _issue_jvp(step: Step, operands: Sequence[Any], outer: Plan) -> Sequence[Any
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
         closed = dict(zip(step.closures, primals[count:], strict=True))
-        constant, primals, tangents = primals[:first], primals[first:count], tangents[first:count]
+        primals, tangents = primals[first:count], tangents[first:count]
         zeros = [type(t) is SymbolicZero for t in tangents]
         if entered.jvp is not None and not any(zeros):
             traced, planned = entered.jvp
@@ -217,7 +217,7 @@ def _issue_jvp(step: Step, operands: Sequence[Any], outer: Plan) -> Sequence[Any
                 entered.jvp = traced, planned
         nonzero = [t for t, zero in zip(tangents, zeros, strict=True) if not zero]
         results = iter(_run_rule(planned, traced.consts, [*primals, *nonzero], closed))
-        out = _with_unread(results, entered, lambda: body(*constant, *primals))
+        out = _with_unread(results, entered, outer.setting.half)
         dots = [
             _zero(p) if zero or unread else _array(next(results), storage_of(x))
             for p, zero, unread, x in zip(out, traced.zeros, entered.unread, outs, strict=True)
@@ -229,13 +229,16 @@ def _issue_jvp(step: Step, operands: Sequence[Any], outer: Plan) -> Sequence[Any
     return values_of(fun(*arrays), outs, outer.setting.half)
 
 
-def _with_unread(results: Iterator[Any], entered: WithRules, fun: Callable[[], Sequence[Any]]) -> list[Any]:
-    """The results of a rule. JAX requires all of them, so the function computes those that the rule drops."""
-    outs, unread = entered.plan.outs, entered.unread
-    others = fun() if any(unread) else [None] * len(outs)
+def _with_unread(results: Iterator[Any], entered: WithRules, half: np.dtype) -> list[Any]:
+    """The results of a rule. JAX requires all of them, so those that nothing reads, and the rule drops, are zeros."""
+    planned = entered.plan
+    types = [
+        v.aval.update(dtype=half) if storage_of(x) == HALF else v.aval
+        for v, x in zip(planned.outvars, planned.outs, strict=True)
+    ]
     return [
-        other if skipped else _array(next(results), storage_of(x))
-        for other, skipped, x in zip(others, unread, outs, strict=True)
+        ad.zeros_like_aval(aval) if skipped else _array(next(results), storage_of(x))
+        for aval, skipped, x in zip(types, entered.unread, planned.outs, strict=True)
     ]
 
 
@@ -321,7 +324,7 @@ def _issue_vjp(step: Step, operands: Sequence[Any], outer: Plan) -> Sequence[Any
         everything = (*constant, *args)
         stored = [next(computed) if r.operand is None else everything[r.operand] for r in rule.residuals]
         stored = [x for x, r in zip(stored, rule.residuals, strict=True) if r.scalar is None]
-        outs_of_rule = _with_unread(iter(results[rule.num_computed :]), entered, lambda: fun(*args))
+        outs_of_rule = _with_unread(iter(results[rule.num_computed :]), entered, half)
         return tuple(outs_of_rule), (stored, extra)
 
     def bwd(residuals: tuple[list[Any], Sequence[Any]], cotangents: Sequence[Any]) -> tuple[Any, Any]:
