@@ -26,6 +26,7 @@ from mpjax.casting.remat import RematRegion
 from mpjax.casting.scaled import cotangents_of
 from mpjax.casting.setting import FLOAT32, tracked
 from mpjax.kernels import scaled_ragged, staging, weight_gradients
+from mpjax.kernels.derivatives import same_axes
 from mpjax.kernels.lookup import select, selects
 from mpjax.kernels.maximum import unfused
 from mpjax.kernels.packed import PACKINGS, Packed, Packing, pack, remembered_matmul, remembering, tangent_of
@@ -313,9 +314,10 @@ def _bind(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
             args[i] = weight_gradients.rounded_cotangent.bind(_broadcast(args[i], shape), half=half)
     if step.half:
         params = _half_params(eqn.primitive.name, params, half)
-    if eqn.primitive.name in MATMULS and compat.in_named_axes():
+    if compat.in_named_axes():
         # JAX's own derivatives leave tangents that vary along fewer axes than what they are multiplied with.
-        args[:2] = [*compat.vary_like(args[1], args[:1]), *compat.vary_like(args[0], args[1:2])]
+        count = 2 if eqn.primitive.name in MATMULS else len(args) if primitive(eqn.primitive.name).pointwise else 0
+        args[:count] = same_axes(args[:count])
     if _selects_activations(step, args):
         return values_of([select(args[0], args[1], params)], step.outs, half)
     avals = _results(step, args, half)
