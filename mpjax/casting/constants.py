@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpjax.casting.classify import EXACT
-from mpjax.casting.lattice import FULL, PARAMETER, Inferred, Level
+from mpjax.casting.lattice import FULL, PARAMETER, Beyond, Inferred, Level, castable
 from mpjax.program import compat
 from mpjax.program.evaluator import evaluate
 from mpjax.program.graph import sub_jaxprs
 from mpjax.program.host import bind_on_host
 from mpjax.program.primitives import primitive
+
+# By name: a maximum bounds from below.
 
 # Larger constants are weights, in the memory of a device, or masks.
 _MOST = 2**16
@@ -21,7 +25,8 @@ _MOST = 2**16
 
 def constant(x: Any, half: np.dtype) -> Inferred:
     """A constant of the program: castable, if it fits half or is not known (None)."""
-    return PARAMETER if x is None or fits(x, half) else Inferred(Level.FLOAT, FULL, large=True)
+    beyond = Beyond.NONE if x is None else beyond_half(half, x)
+    return Inferred(Level.FLOAT, FULL, beyond=beyond) if beyond else PARAMETER
 
 
 def out_of_range(half: np.dtype) -> str:
@@ -29,15 +34,43 @@ def out_of_range(half: np.dtype) -> str:
     return f"{EXACT} a constant is outside the range of {half}"
 
 
-def fits(x: Any, half: np.dtype) -> bool:
-    """Whether half represents the finite numbers of a constant: none overflows, and not all are too small."""
-    if x.dtype != np.float32 or x.size >= _MOST:
-        return True
-    wide = np.asarray(x, np.float64)
+def beyond_half(half: np.dtype, *constants: Any) -> Beyond:
+    """Where the finite numbers of constants lie if half does not represent them: some overflow, or all are too small.
+
+    Example:
+        >>> half = np.dtype(np.float16)
+        >>> beyond_half(half, np.float32([-1e30, 1])), beyond_half(half, np.float32(1))
+        (<Beyond.LOW: 1>, <Beyond.NONE: 0>)
+    """
+    found = Beyond.NONE
+    for x in constants:
+        if x.dtype == np.float32 and x.size < _MOST:
+            found |= _beyond(np.asarray(x, np.float64), half)
+    return found
+
+
+def _beyond(wide: np.ndarray, half: np.dtype) -> Beyond:
     wide = wide[np.isfinite(wide)]
-    with np.errstate(over="ignore"):
-        error = wide.astype(half).astype(np.float64) - wide
-    return bool(np.linalg.norm(error) <= float(compat.finfo(half).eps) * np.linalg.norm(wide))
+    with np.errstate(over="ignore", invalid="ignore"):
+        low = wide.astype(half).astype(np.float64)
+        if np.linalg.norm(low - wide) <= float(compat.finfo(half).eps) * np.linalg.norm(wide):
+            return Beyond.NONE
+    below = Beyond.LOW if np.isneginf(low).any() else Beyond.NONE
+    above = Beyond.HIGH if np.isposinf(low).any() else Beyond.NONE
+    return below | above or Beyond.INSIDE
+
+
+def beyond_of_result(eqn: Any, operands: Sequence[Inferred | None]) -> Beyond:
+    """Where the result of an equation holds such numbers of its operands, if its elements are elements of theirs.
+
+    A maximum is at least as large as a number that fits, and so nowhere below half's range.
+    """
+    if not primitive(eqn.primitive.name).keeps_values:
+        return Beyond.NONE
+    found = functools.reduce(operator.or_, (x.beyond for x in operands if x), Beyond.NONE)
+    bounded = {"max": Beyond.LOW, "min": Beyond.HIGH}.get(eqn.primitive.name, Beyond.NONE)
+    fits = any(x and castable(x) and not x.beyond & bounded for x in operands)
+    return found & ~bounded if fits else found
 
 
 def folded(eqn: Any, known: Mapping[Any, Any]) -> dict[Any, Any]:

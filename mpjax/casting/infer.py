@@ -18,7 +18,7 @@ from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.attention.prepare import constants, remember
 from mpjax.casting.cancellation import cancels
 from mpjax.casting.classify import Listing
-from mpjax.casting.constants import constant, fits, folded, out_of_range
+from mpjax.casting.constants import beyond_half, beyond_of_result, constant, folded, out_of_range
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
 from mpjax.casting.inference_rules import BY_LIST
 from mpjax.casting.lattice import (
@@ -143,7 +143,7 @@ class Inference:
     def operand(self, v: Any) -> Inferred | None:
         """The inferred dtype of a value, for consumers on the infer list."""
         value = self.value(v)
-        if value is None or isinstance(v, compat.Literal) or value.large:
+        if value is None or isinstance(v, compat.Literal) or value.beyond:
             return value
         return value._replace(level=softened(value.level, self.use(v)))
 
@@ -194,7 +194,7 @@ class Inference:
         assert value is not None
         if value.storage == HALF or isinstance(v, compat.Literal) or not _only_half(self.use(out)):
             return value
-        if value.integers or value.large:
+        if value.integers or value.beyond:
             return value  # They may need all bits, and their cast costs no memory.
         if value.level == Level.PINNED or (self.setting.rules.weight_gradients != "half" and castable(value)):
             return value  # Cast a parameter after the move, so that the move's gradient stays float32.
@@ -214,10 +214,11 @@ class Inference:
         if step.action is Action.SKIP:
             self.values.update((v, Inferred(Level.COMPUTED, FULL)) for v in eqn.outvars if tracked(v))
             return step
-        integers, large = self._keeps_integers(eqn), self._keeps_large(eqn)
+        integers = self._keeps_integers(eqn)
+        beyond = beyond_of_result(eqn, [*map(self.value, eqn.invars)])
         for v, value in zip(eqn.outvars, step.outs, strict=True):
             if value is not None:
-                self.values[v] = value._replace(integers=integers or value.integers, large=large or value.large)
+                self.values[v] = value._replace(integers=integers or value.integers, beyond=beyond | value.beyond)
                 self.unchanged &= value.storage != HALF
         return step
 
@@ -228,9 +229,10 @@ class Inference:
             return Step(eqn, Action.SKIP, (), (), "nothing reads it", listing)
         results = folded(eqn, self.known)
         self.known |= results
-        if not all(fits(x, self.setting.half) for x in results.values()):
+        beyond = beyond_half(self.setting.half, *results.values())
+        if beyond:
             step = self.in_float32(eqn, listing, Level.FLOAT, out_of_range(self.setting.half))
-            step.outs = tuple(x and x._replace(large=True) for x in step.outs)
+            step.outs = tuple(x and x._replace(beyond=beyond) for x in step.outs)
             return step
         if listing.op is Op.ENTER:
             step = self.setting.higher_order[eqn.primitive.name].infer(self, eqn, listing)
@@ -252,13 +254,9 @@ class Inference:
         """Whether the results of an equation are integers by construction."""
         return primitive(eqn.primitive.name).keeps_integers and all(map(self.is_integer, eqn.invars))
 
-    def is_large(self, v: Any) -> bool:
+    def is_beyond(self, v: Any) -> bool:
         """Whether an operand holds a constant's numbers that half can't represent."""
-        return tracked(v) and not isinstance(v, compat.Literal) and self.values[v].large
-
-    def _keeps_large(self, eqn: Any) -> bool:
-        """Whether the results of an equation have such elements."""
-        return primitive(eqn.primitive.name).keeps_values and any(map(self.is_large, eqn.invars))
+        return tracked(v) and not isinstance(v, compat.Literal) and bool(self.values[v].beyond)
 
     def level(self, eqn: Any) -> Level:
         """The level of a result that depends on all inputs of an equation."""

@@ -51,7 +51,7 @@ def _allow(inference: Inference, eqn: Any, listing: Listing) -> Step:
         return inference.in_float32(eqn, listing, Level.FLOAT, "its operands have other dtypes")
     # A loss's bias is added in float32: it may keep a padded vocabulary out.
     rounded = eqn.invars[:2] if eqn.primitive is CROSS_ENTROPY else eqn.invars
-    if any(map(inference.is_large, rounded)):
+    if any(map(inference.is_beyond, rounded)):
         return inference.in_float32(eqn, listing, Level.FLOAT, out_of_range(inference.setting.half))
     chosen = listing.entry is not None or listing.region in IN_HALF or inference.setting.rules.level == "half"
     if not chosen and all(map(inference.is_integer, eqn.invars)):
@@ -94,7 +94,7 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     if listing.region == Region.PROMOTE:
         values = map(inference.value, eqn.invars)
         level = Level.FLOAT if any(x and x.level != Level.HALF for x in values) else level
-    whole = all(map(inference.is_integer, eqn.invars)) or any(map(inference.is_large, eqn.invars))
+    whole = all(map(inference.is_integer, eqn.invars)) or any(map(inference.is_beyond, eqn.invars))
     if (
         row.join
         and inference.only_half(eqn)

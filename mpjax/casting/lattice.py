@@ -47,6 +47,15 @@ class Storage(enum.IntEnum):
 TRACED, FULL, HALF = Storage.TRACED, Storage.FULL, Storage.HALF
 
 
+class Beyond(enum.IntFlag):
+    """Where numbers of a constant lie that half can't represent."""
+
+    NONE = 0
+    LOW = 1  # below its range
+    HIGH = 2  # above
+    INSIDE = 4  # too small, so that nothing of them is left
+
+
 class Inferred(NamedTuple):
     """The level and the storage dtype of a float32 value of the traced program.
 
@@ -54,7 +63,7 @@ class Inferred(NamedTuple):
         level: Its level.
         storage: Its storage dtype.
         integers: Whether it holds integers by construction: counts, masks, labels, permutations.
-        large: Whether it holds a constant's numbers that half can't represent.
+        beyond: Where it holds a constant's numbers that half can't represent.
         copied: Whether it is a float32 sum, of a residual stream, of which each layer reads and keeps a half copy. The
             rounding of a copy is not added to, as that of the sum would be.
         gated: Whether it is a state that a loop carries in float32 and multiplies in each step, such as the cell of an
@@ -64,7 +73,7 @@ class Inferred(NamedTuple):
     level: Level
     storage: Storage
     integers: bool = False
-    large: bool = False
+    beyond: Beyond = Beyond.NONE
     copied: bool = False
     gated: bool = False
 

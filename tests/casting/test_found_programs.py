@@ -175,6 +175,26 @@ return halved_jvp(f)(x),
     "vmap of a rule, one of whose outputs is shared and unread": """grad
 return jax.vmap(lambda a: halved_vjp(lambda c, d: (c * d, c))(b, a)[0], 0)(x),
 """,
+    "custom_vjp of which nothing is read, of a function that JAX can't map": """vmap_of_grad
+rows, groups = jnp.array(CONSTANT[:2]), jnp.stack([jnp.array(CONSTANT), jnp.array(CONSTANT)])
+def f(a):
+    def turn(carry, _):
+        lax.ragged_dot(rows, groups, jnp.array([1, 1]))
+        return carry, ()
+    solved = lax.custom_linear_solve(nearly_identity(lambda a: a, a), a, solve_once, solve_once)
+    return lax.scan(turn, solved, rows[:1])[0]
+halved_vjp(f, keep_vjp=True)(b)
+return s,
+""",
+    "derivative of a bound in shard_map, by a tangent that is the same on all devices": """value
+def body(rows):
+    return jax.jvp(lambda a: jnp.clip(a, -9.1), (rows[0] @ rows[0],), (strong_like(w),))[0][None]
+return jax.shard_map(body, mesh=MESH, in_specs=(P('i'),), out_specs=P('i'))(jnp.stack([w, w]))[0],
+""",
+    "matmul of a bounded mask that is returned too": """value
+mask = jnp.clip(lax.select(jnp.tril(jnp.ones((3, 3), bool)), w, jnp.full((3, 3), -1e30)), -9.1)
+return x @ jnp.stack([mask, mask]), mask
+""",
     "tie that the rounding of a carry decides": """grad
 return lax.scan(lambda c, _: (jnp.where(c < b, 1.0, c) @ w, None), b, None, length=1)[0],
 """,
