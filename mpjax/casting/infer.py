@@ -37,7 +37,7 @@ from mpjax.casting.lattice import (
     storage_of,
 )
 from mpjax.casting.packing import mark_gated, mark_packed
-from mpjax.casting.plan import Action, MatmulCounts, Plan, Step, counts_of
+from mpjax.casting.plan import ROUNDED_ONCE, Action, MatmulCounts, Plan, Step, counts_of
 from mpjax.casting.prepare import FORMS, prepared
 from mpjax.casting.remat import with_regions
 from mpjax.casting.scaled import Decision, decide
@@ -120,7 +120,8 @@ class Inference:
         self.log = []
         outs = tuple(self._out(v, use) for v, use in zip(jaxpr.outvars, self.wanted, strict=True))
         if self.setting.recompute and not self.setting.folded and not self.unchanged:
-            steps = with_regions(steps, self.values, self.uses, self.log, self.setting.packs)
+            rounds = self.setting.rules.level == "half"
+            steps = with_regions(steps, self.values, self.uses, self.log, self.setting.packs, rounds)
             mark_gated(steps, self.values, jaxpr)
             if self.setting.packs:
                 mark_packed(steps, self.values, jaxpr)
@@ -283,7 +284,7 @@ class Inference:
         wide = parameters if is_scaled else smaller
         reads = tuple(self.read(v, FULL if i in wide else HALF) for i, v in enumerate(eqn.invars))
         if rounded_once:
-            why = f"{why}, rounded once"
+            why = f"{why}{ROUNDED_ONCE}"
         if primitive(eqn.primitive.name).multiplies:
             for i in smaller:
                 self.read(eqn.invars[i], FULL if rounded_once else HALF)

@@ -7,6 +7,8 @@ recomputed: elementwise operations and reductions, but no matmul, loop, sort, ra
 A region contains the float32 arithmetic between two matmuls, and as much of the half arithmetic around it as minimises
 the stored bytes. For example, a region that includes a bias addition stores the matmul's result. What depends on no
 float, such as a mask, is computed in the region that first reads it, so that no region stores it.
+
+Half arithmetic in a region is rounded where a result leaves the region, and nowhere before.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage
-from mpjax.casting.plan import Action, Step
+from mpjax.casting.plan import ROUNDED_ONCE, Action, Step
 from mpjax.casting.setting import tracked
 from mpjax.casting.uses import STREAM_ADDITION, Use
 from mpjax.program import compat
@@ -119,6 +121,7 @@ def with_regions(
     uses: Mapping[Any, Use],
     results: Sequence[Read],
     packs: bool = False,
+    rounds: bool = False,
 ) -> list[Any]:
     """Groups steps into regions and keeps the others, in order.
 
@@ -128,8 +131,9 @@ def with_regions(
         uses: The uses of its values.
         results: The outputs of the plan, with the storage dtypes in which they are read.
         packs: Whether half inputs of regions are kept in eight bits. Then half arithmetic forms regions, too.
+        rounds: Whether half arithmetic rounds each of its results, those that stay in a region too.
     """
-    stretches = _Stretches(steps, values, uses, results, packs)
+    stretches = _Stretches(steps, values, uses, results, packs, rounds)
     formed: list[Any] = []
     run: list[Step] = []
     outputs: set[Any] = set()
@@ -215,6 +219,36 @@ def _belongs(step: Step) -> bool:
     return step.listing.op is not Op.OPAQUE and step.listing is not STREAM_ADDITION and is_cheap(step.eqn)
 
 
+def _unrounded(steps: Sequence[Step]) -> list[Step]:
+    """The steps of a region, in which arithmetic rounds no value that another step of the region reads.
+
+    Such values stay in the registers of a kernel, so float32 costs nothing. What leaves the region is rounded once.
+    """
+    read = {v for step in steps for v in variables(step.eqn.invars)}
+    unrounded: set[Any] = set()
+    found = []
+    for step in steps:
+        in_half = step.half and step.listing.op is Op.INFER and not (step.listing.entry or step.listing.region)
+        if in_half and primitive(step.eqn.primitive.name).pointwise:
+            inside = not unrounded.isdisjoint(variables(step.eqn.invars)) or not read.isdisjoint(step.outvars)
+            step = _in_float32(step) if inside else step
+        if step.action is Action.BIND:
+            unrounded.update(v for v, x in zip(step.outvars, step.outs, strict=True) if x and x.storage == FULL)
+        found.append(step)
+    return found
+
+
+def _in_float32(step: Step) -> Step:
+    return dataclasses.replace(
+        step,
+        reads=tuple(FULL if read == HALF else read for read in step.reads),
+        outs=tuple(x and x._replace(storage=FULL) for x in step.outs),
+        why=f"{step.why.removesuffix(ROUNDED_ONCE)}, rounded when it is stored",
+        half=False, broadcast=(), rounded_once=False,
+        all_reads=tuple((v, FULL if read == HALF else read) for v, read in step.all_reads),
+    )  # fmt: skip
+
+
 class _Stretches:
     """Finds the regions in a plan's runs of cheap steps. Holds the readers and sizes of the plan's values."""
 
@@ -225,8 +259,9 @@ class _Stretches:
         uses: Mapping[Any, Use],
         results: Sequence[Read],
         packs: bool,
+        rounds: bool,
     ):
-        self.values, self.uses, self.packs = values, uses, packs
+        self.values, self.uses, self.packs, self.rounds = values, uses, packs, rounds
         self.models: dict[Any, RematRegion] = {}
         self._sizes: dict[Read, int] = {}
         self.readers: dict[Read, list[int]] = {}
@@ -260,7 +295,7 @@ class _Stretches:
         without = sum(map(self._size_unpacked, {read for reads in saved for read in reads}))
         if not outs or without <= window.bytes:
             return list(run)
-        inside = list(run[first : last + 1])
+        inside = list(run[first : last + 1]) if self.rounds else _unrounded(run[first : last + 1])
         scopes = compat.common_scopes([step.eqn for step in inside])
         is_last = not any(self.uses.get(v, Use.NONE) & Use.ANY_HALF for v, _ in outs)
         region = RematRegion(inside, ins, tuple(self.is_input_value(v) for v, _ in ins), outs, scopes, is_last)

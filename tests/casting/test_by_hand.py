@@ -450,3 +450,28 @@ def test_the_knots_of_a_basis_are_not_rounded(name, dtype, of_gradient):
     cast = lambda fun: mpjax.autocast(fun, f"mixed_{dtype}")
     (error,) = mean_errors(loss, [*map(draw, range(4))], [cast], jnp.dtype(dtype), of_gradient)
     assert error <= 2.0
+
+
+# Functions of a matmul's result that would round several times between two matmuls.
+POLYNOMIALS = {
+    "six logistic maps": lambda h: functools.reduce(lambda x, _: 3.7 * x * (1 - x), range(6), jax.nn.sigmoid(h)),
+    "fade": lambda h: (lambda t: t**3 * (t * (t * 6 - 15) + 10))(jnp.clip(h * 0.5 + 0.5, 0, 1)),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("of_gradient", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", POLYNOMIALS)
+def test_arithmetic_between_two_matmuls_is_rounded_once(name, dtype, of_gradient):
+    rng = np.random.default_rng(0)
+    p = {name: rng.normal(size=shape).astype(np.float32) for name, shape in {"a": (32, 64), "b": (64, 16)}.items()}
+    x = rng.normal(size=(256, 32)).astype(np.float32) * 32**-0.5
+    loss = lambda p, x: jnp.mean((POLYNOMIALS[name](x @ p["a"]) @ p["b"] / 8) ** 2)
+    cast = lambda fun: mpjax.autocast(fun, f"mixed_{dtype}")
+    assert error_of_by_hand(Kind(loss, p, x), cast, jnp.dtype(dtype), of_gradient) < 1.25
+    explained = [row for row in mpjax.explain(cast(loss), p, x).rows if row.op in ("mul", "sub")]
+    assert any(row.why.endswith("rounded when it is stored") for row in explained)
+    assert residual_bytes(cast(loss), p, x) <= residual_bytes(
+        cast(lambda p, x: jnp.mean((jax.nn.gelu(x @ p["a"]) @ p["b"] / 8) ** 2)), p, x
+    )
