@@ -1,9 +1,11 @@
 """Set-up of the tests: four CPU devices, quick compilation, strict dtype promotion, process groups, a GPU marker."""
 
+import collections
 import functools
 import gc
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 
 # Before JAX starts: shard_map and sharding tests need several devices on any machine; and these programs
@@ -14,6 +16,12 @@ os.environ.setdefault(
     "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 "
     "--xla_cpu_collective_call_terminate_timeout_seconds=300",
 )
+
+# Programs that several tests compile are compiled once, by whichever process of the run is first.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _compiled = tempfile.TemporaryDirectory(prefix="mpjax-compiled-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import flax.linen
 import flax.nnx
@@ -69,11 +77,25 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 20)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--every", type=int, default=1, metavar="N", help="run one in N cases of each parametrised test")
+
+
+def _deselect(config, items, kept):
+    config.hook.pytest_deselected(items=[item for item, keep in zip(items, kept, strict=True) if not keep])
+    items[:] = [item for item, keep in zip(items, kept, strict=True) if keep]
+
+
 def pytest_collection_modifyitems(config, items):
+    number = collections.Counter()
+    kept = []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        kept.append(number[test] % config.option.every == 0)
+        number[test] += 1
+    _deselect(config, items, kept)
     if "exhaustive" not in config.option.markexpr:
-        skipped = [item for item in items if "exhaustive" in item.keywords]
-        items[:] = [item for item in items if "exhaustive" not in item.keywords]
-        config.hook.pytest_deselected(items=skipped)
+        _deselect(config, items, ["exhaustive" not in item.keywords for item in items])
     if any(device.platform == "gpu" for device in jax.devices()):
         return
     for item in items:
