@@ -16,6 +16,9 @@ os.environ.setdefault(
     "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 "
     "--xla_cpu_collective_call_terminate_timeout_seconds=300",
 )
+# NumPy evaluates many programs of small matmuls, for which further threads mostly spin: half of the CPU time. The
+# variable is for other processes and SciPy; a plugin of pytest has already imported NumPy here.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Programs that several tests compile are compiled once, by whichever process of the run is first.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -28,8 +31,11 @@ import flax.nnx
 import jax
 import optax
 import pytest
+import threadpoolctl
 from jax.experimental.compilation_cache import compilation_cache
 from xdist.scheduler import LoadScopeScheduling
+
+threadpoolctl.threadpool_limits(1, user_api="blas")
 
 # Scripts that tests run, not modules with doctests.
 collect_ignore = ["user_script.py", "launcher/scripts"]
