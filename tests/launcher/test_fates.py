@@ -126,17 +126,22 @@ IN_FLOAT32 = [
 ]
 
 
+ARGS = params(), {"tx": optax.adam(1e-2).init(params()), "m": params()}, X
+
+
+@functools.cache
+def without_the_launcher(program):
+    return jax.device_get(jax.jit(functools.partial(program, optax.adam(1e-2)))(*ARGS))
+
+
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("program", IN_FLOAT32, ids=lambda f: f.__name__)
 def test_a_gradient_with_another_fate_is_that_of_float32_and_named(launched, program, policy):
-    tx = optax.adam(1e-2)
-    args = params(), {"tx": tx.init(params()), "m": params()}, X
-    run = functools.partial(program, tx)
-    want = jax.device_get(jax.jit(run)(*args))
+    want = without_the_launcher(program)  # before JAX is patched
     session = launched(policy=policy)
     step = jax.jit(functools.partial(program, optax.adam(1e-2)))
     for _ in range(2):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), step(*args), want)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), step(*ARGS), want)
     assert list(session.kept[NOT_UPDATED].values()) in (["loss_fn"], ["<lambda>"])
     assert list(session.kept) == [NOT_UPDATED] or program is a_line_search  # optax differentiates in it
     assert not session.sites
@@ -227,9 +232,8 @@ IN_HALF = [
 @pytest.mark.parametrize("program", IN_HALF, ids=lambda f: f.__name__)
 def test_a_gradient_that_goes_into_an_update_is_in_half(launched, program, policy):
     session = launched(policy=policy)
-    tx = optax.adam(1e-2)
-    step = jax.jit(functools.partial(program, tx))
-    assert share_in_half(step, params(), tx.init(params()), X) == 1.0
+    step = jax.jit(functools.partial(program, optax.adam(1e-2)))
+    assert share_in_half(step, ARGS[0], ARGS[1]["tx"], X) == 1.0
     assert not session.kept
     assert session.sites
 
