@@ -20,11 +20,11 @@ os.environ.setdefault(
 # variable is for other processes and SciPy; a plugin of pytest has already imported NumPy here.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# Programs that several tests compile are compiled once, by whichever process of the run is first.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+# Programs that several tests compile are compiled once, by whichever process of the run is first. Not those of the tests'
+# child processes: JAX before 0.12 writes to the standard error when it loads a program.
+if "MPJAX_COMPILED" not in os.environ:
     _compiled = tempfile.TemporaryDirectory(prefix="mpjax-compiled-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled.name
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ["MPJAX_COMPILED"] = _compiled.name
 
 import flax.linen
 import flax.nnx
@@ -36,6 +36,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from xdist.scheduler import LoadScopeScheduling
 
 threadpoolctl.threadpool_limits(1, user_api="blas")
+jax.config.update("jax_compilation_cache_dir", os.environ["MPJAX_COMPILED"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 # Scripts that tests run, not modules with doctests.
 collect_ignore = ["user_script.py", "launcher/scripts"]
@@ -148,20 +150,10 @@ def pytest_runtest_logreport(report):
 
 
 @pytest.fixture(scope="module")
-def stored_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compiles each program once: runs with the same flags use the same program.
-
-    By default JAX stores only programs that take a second to compile. It opens one folder per process, so the cache is
-    reset for the tests of other modules.
-    """
-    options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.getbasetemp() / "compiled"),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: jax.config.values[name] for name in options}
-    for values in (options, before):
-        compilation_cache.reset_cache()
-        for name, value in values.items():
-            jax.config.update(name, value)
-        if values is options:
+def always_compiled() -> Iterator[None]:
+    """Compiles programs again, for tests of the time that it takes."""
+    for enabled in (False, True):
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()  # JAX asks once whether the cache is enabled
+        if not enabled:
             yield

@@ -20,9 +20,6 @@ from docs.make import FOLDER, MEASURED, NOT_RUN, PAGES, blocks, made, table
 from mpjax.inspection import cli
 from mpjax.inspection.tools import TOOLS
 
-# Pages train the same small models, operation by operation in the inspections: each program is compiled once.
-pytestmark = pytest.mark.usefixtures("stored_programs")
-
 # Pages whose rows come in another order before JAX 0.12, or name what is kept by another operation (tanh's derivative
 # has the primitive `one_minus_square` there, and a `sub` before), or that print what an older XLA plans otherwise.
 OF_NEWEST = {"distributed.md", "inspection/audit.md", "inspection/plan.md", "troubleshooting/not_faster.md"}

@@ -10,8 +10,8 @@ from tests.examples.quick import make_quick
 
 
 @pytest.fixture(scope="module")
-def stored_programs(stored_programs: None) -> Iterator[None]:
-    """Compiles each program once, for quick runs."""
+def quick_programs() -> Iterator[None]:
+    """Makes the scripts' runs quick."""
     with pytest.MonkeyPatch.context() as patch:
         make_quick(patch)
         yield

@@ -15,8 +15,6 @@ from mpjax.launcher.casts import running_sites
 from mpjax.launcher.session import NONFINITE, NOT_UPDATED
 
 # Each test clears JAX's caches; without this, the same small programs would be compiled again.
-pytestmark = pytest.mark.usefixtures("stored_programs")
-
 X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 
 

@@ -24,8 +24,6 @@ from mpjax.launcher.session import (
 )
 
 # Each test clears JAX's caches; without this, the same small programs would be compiled again.
-pytestmark = pytest.mark.usefixtures("stored_programs")
-
 WIDTH = 16
 X = np.random.default_rng(0).normal(size=(8, WIDTH)).astype(np.float32)
 # At the first scale, 2**15, the cotangents of this loss overflow float16; at the second they do not.

@@ -17,8 +17,6 @@ from mpjax.launcher.hooks import Options
 from mpjax.launcher.session import CHECKED, NOT_UPDATED, OUTSIDE_JIT
 
 # Each test clears JAX's caches; without this, the same small programs would be compiled again.
-pytestmark = pytest.mark.usefixtures("stored_programs")
-
 HEAD = """
 import functools
 import jax, jax.numpy as jnp, numpy as np, optax, scipy.optimize

@@ -11,8 +11,6 @@ from mpjax.launcher.casts import running_sites
 from mpjax.launcher.session import RERUNS, RETRIES
 
 # Each test clears JAX's caches; without this, the same small programs would be compiled again.
-pytestmark = pytest.mark.usefixtures("stored_programs")
-
 FOLDER = pathlib.Path(__file__).parent / "scripts"
 
 

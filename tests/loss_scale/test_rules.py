@@ -17,8 +17,6 @@ import mpjax
 from mpjax import NonlinearRuleWarning
 from testing.measures import relative_error
 
-pytestmark = pytest.mark.usefixtures("stored_programs")
-
 W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)) * 0.3, jnp.float32)
 X = jnp.full((4, 8), 0.5)
 STORED = jnp.full((4, 8), 2.0)

@@ -44,8 +44,6 @@ from tests.planning.programs import (
     step_of,
 )
 
-pytestmark = pytest.mark.usefixtures("stored_programs")
-
 ADAM = optax.adam(1e-3)
 WEIGHTS = 2 * LAYERS * WIDTH * WIDTH * 4
 

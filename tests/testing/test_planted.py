@@ -11,6 +11,8 @@ from testing.models.zoo import REGISTRY, harness
 from testing.planted import roundings
 from testing.planted.kinds import COMPETING
 
+pytestmark = pytest.mark.usefixtures("always_compiled")
+
 # One of each kind. The others run with `-m exhaustive`.
 QUICK = """
     healthy, plain; overflow, vmap; small gradients, Equinox; epsilon lost, Haiku; nan in a custom rule;

@@ -15,7 +15,7 @@ from examples.common.training import DataParallel
 from examples.custom.__main__ import Config, CustomTask, main
 from examples.imagenet.train import correct
 
-pytestmark = pytest.mark.usefixtures("stored_programs")
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 # One step per epoch of 426 training entries. Without a schedule, any number of epochs compiles to the same program.
 FLAGS = ["--devices", "1", "--batch-size", "400", "--log-every", "1", "--schedule", "constant", "--warmup-epochs", "0"]

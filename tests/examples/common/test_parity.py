@@ -10,7 +10,7 @@ from examples.common.cli import UsageError
 from examples.common.parity import Maker
 from examples.custom.__main__ import CustomTask
 
-pytestmark = pytest.mark.usefixtures("stored_programs")
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 FLAGS = ["--epochs", "2", "--devices", "1", "--batch-size", "128"]
 SCALED = "mixed_float16 --loss-scale 1"

@@ -18,7 +18,7 @@ from examples.custom.__main__ import Batch, Config, CustomTask, main
 from tests.examples import processes
 from tests.examples.errors import line_of_error
 
-pytestmark = pytest.mark.usefixtures("stored_programs")
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 # One entry is out of float16's range, so each epoch has an overflow, which one process alone meets.
 PROGRAM = """
@@ -63,7 +63,7 @@ def state_of(output, **flags):
 
 
 @pytest.fixture(scope="module")
-def whole(stored_programs, tmp_path_factory):
+def whole(quick_programs, tmp_path_factory):
     """A run of one process with four devices."""
     output = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:

@@ -21,13 +21,13 @@ from tests.examples.errors import line_of_error
 from tests.examples.imagenet.image_tree import CLASSES
 from tests.examples.imagenet.runs import folder_flags, make_quick
 
-pytestmark = pytest.mark.usefixtures("stored_programs")
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 FLAGS = ["--epochs", "2", "--devices", "1", "--batch-size", "128", "--seed", "7", "--policy", "float32", "--keep", "1"]
 
 
 @pytest.fixture(scope="module")
-def interrupted(stored_programs, tmp_path_factory):
+def interrupted(quick_programs, tmp_path_factory):
     """A run of two epochs, stopped in its second, with a write that was killed."""
     output = tmp_path_factory.mktemp("runs") / "run"
     with pytest.MonkeyPatch.context() as patch:

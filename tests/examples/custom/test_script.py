@@ -12,14 +12,14 @@ from examples.common.training import DataParallel
 from examples.custom.__main__ import Config, CustomTask, main
 from tests.examples.errors import line_of_error
 
-pytestmark = pytest.mark.usefixtures("stored_programs")
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 # The same as in tests/examples/common/test_parity.py, so that both use the same compiled programs.
 FLAGS = ["--epochs", "2", "--devices", "1", "--batch-size", "128"]
 
 
 @pytest.fixture(scope="module")
-def trained(stored_programs, tmp_path_factory):
+def trained(quick_programs, tmp_path_factory):
     output = tmp_path_factory.mktemp("runs") / "run"
     assert main([*FLAGS, "--output", str(output), "--export", "bfloat16"]) == 0
     return output

@@ -8,7 +8,7 @@ from tests.examples.imagenet.runs import make_quick
 
 
 @pytest.fixture(scope="module")
-def quick_runs(stored_programs: None) -> Iterator[None]:
+def quick_runs(quick_programs: None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         make_quick(patch)
         yield

@@ -8,7 +8,7 @@ import pytest
 
 from tests.examples.speech.runs import task_of
 
-pytestmark = pytest.mark.usefixtures("stored_programs")
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
 def trained(devices, data, **flags):

@@ -11,7 +11,7 @@ from examples.speech.__main__ import main
 from examples.speech.train import SpeechTask
 from tests.examples.speech.runs import TINY, error_of, lines_of
 
-pytestmark = pytest.mark.usefixtures("stored_programs")
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from tests.examples import processes
 from tests.examples.quick import compiled_steps
 from tests.examples.speech.runs import TINY, TINY_MODEL, as_bytes, as_flags, error_of, lines_of, task_of
 
-pytestmark = pytest.mark.usefixtures("stored_programs")
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,6 @@ from jax.experimental import pallas as pl
 import mpjax
 from mpjax import find_nonfinite
 
-pytestmark = pytest.mark.usefixtures("stored_programs")
-
 HALF = np.float16
 
 

@@ -14,6 +14,8 @@ from mpjax.inspection.profiling import hlo
 from mpjax.inspection.profiling.kernels import Kernel, Split
 from tests.inspection.profiling.gpu_traces import advised
 
+pytestmark = pytest.mark.usefixtures("always_compiled")
+
 W = jax.device_put(np.eye(16, dtype=np.float32))
 
 

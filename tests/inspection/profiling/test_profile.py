@@ -22,6 +22,8 @@ from mpjax.inspection.profiling.stepping import Stepper, seconds_per_step
 from testing.gpu_program import GPU_PROGRAM
 from tests.inspection.profiling.gpu_traces import Span, advised, kernel, profile_data, transfer
 
+pytestmark = pytest.mark.usefixtures("always_compiled")
+
 ON = """volta_h884gemm_128x128_ldg8_nn volta_fp16_s884cudnn_fp16_128x128_ldg8_relu_exp_small_nhwc_tn_v1
 turing_fp16_s1688cudnn_fp16_256x128_ldg8_relu_f2f_exp_small_nhwc_tn_v1 turing_h1688gemm_128x128_nn
 ampere_bf16_s16816gemm_bf16_128x64_sliced1x2_ldg8_f2f_tn ampere_s16816gemm_fp16_128x128_ldg8_stages_64x3_nn
