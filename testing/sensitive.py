@@ -72,16 +72,30 @@ def error_of_by_hand(kind: Kind, cast: Callable[[Loss], Loss], half: Any, of_gra
     return ratio
 
 
+Measures = Sequence[Callable[[Any], float | None]]
+
+
+def measured(loss: Loss, draws: Sequence[tuple[Any, Any]], half: Any) -> Measures:
+    """For params and batches, the errors of casts by hand, as functions of the program under test."""
+    plain = jax.make_jaxpr(gradient(loss))(*draws[0])
+    return [by_hand.measured(plain, jax.tree.leaves(draw), half, draws=1) for draw in draws]
+
+
 def mean_errors(
-    loss: Loss, draws: Sequence[tuple[Any, Any]], casts: Sequence[Callable[[Loss], Loss]], half: Any, of_gradient: bool
+    loss: Loss,
+    draws: Sequence[tuple[Any, Any]],
+    casts: Sequence[Callable[[Loss], Loss]],
+    half: Any,
+    of_gradient: bool,
+    measures: Measures | None = None,
 ) -> list[float]:
-    """The same for several casts, each the mean over params and batches: one draw may be exact, or not, by luck."""
+    """The same for several casts, each the mean over params and batches: one draw may be exact, or not, by luck.
+
+    `measures` are those of a loss with the same numbers, such as one without checkpoints; by default of this loss.
+    """
     trace = lambda fun: jax.make_jaxpr(fun)(*draws[0])
     programs = [trace(cast(gradient(loss)) if of_gradient else gradient(cast(loss))) for cast in casts]
-    plain, errors = trace(gradient(loss)), []
-    for draw in draws:
-        of = by_hand.measured(plain, jax.tree.leaves(draw), half, draws=1)
-        errors.append([of(program) for program in programs])
+    errors = [[of(program) for program in programs] for of in measures or measured(loss, draws, half)]
     return np.mean(np.asarray(errors, float), axis=0).tolist()
 
 

@@ -629,7 +629,8 @@ def _broadcast_in_dim(eqn: Any, x: Array, *_: Any) -> Array:
     shape = [1] * len(eqn.params["shape"])
     for i, d in enumerate(eqn.params["broadcast_dimensions"]):
         shape[d] = x.shape[i]
-    return np.broadcast_to(np.reshape(x, shape), eqn.params["shape"])
+    x = np.reshape(x, shape)
+    return x if x.shape == eqn.params["shape"] else np.broadcast_to(x, eqn.params["shape"])
 
 
 def _convert(eqn: Any, x: Array) -> Array:
@@ -778,8 +779,11 @@ _RULES: dict[str, Callable[..., Any]] = {
 _RULES.update(
     {
         "dot_general": _dot_general,
-        "detached": lambda eqn, half, *operand: half,
-        "matmul_result": lambda eqn, out, *operands: out,
+        **dict.fromkeys(
+            ("detached", "matmul_result", "straight_through", "aligned", "rounded_cotangent", "unscaled", "unfused"),
+            lambda eqn, x, *operands: x,
+        ),
+        "restored": lambda eqn, x, *kept: kept[0] if len(kept) == 1 else None,
         "float8_scale": _float8_scale,
         "float8_quantise": _float8_quantise,
         "float8_rescale": lambda eqn, x, scale: x * scale,
