@@ -13,7 +13,7 @@ import mpjax
 from mpjax import Rules
 from mpjax.casting.attention import division
 from mpjax.kernels import attention, attention_kernels
-from testing.random_programs.evaluate import evaluate, in_numpy
+from testing.random_programs.evaluate import as_typed, evaluate, in_numpy
 from testing.random_programs.evaluate import exact as float64
 
 pytestmark = pytest.mark.standard_promotion
@@ -64,19 +64,24 @@ def attend(bias, causal):
 
 def operands(length):
     rng = np.random.default_rng(length)
-    q, k, v = (jnp.asarray(rng.normal(size=(length, N, H)), jnp.float32) for _ in range(3))
-    table = jnp.asarray(rng.normal(size=(2 * length, N)), jnp.float32)
-    return q, k, v, table, jnp.asarray(rng.random(length) < 0.9, jnp.float32)
+    arrays = [*rng.normal(size=(3, length, N, H)), rng.normal(size=(2 * length, N)), rng.random(length) < 0.9]
+    return [x.astype(np.float32) for x in arrays]
 
 
-def results(fun, args, run):
+def normal(*shape):
+    """Queries, keys and values."""
+    return np.random.default_rng(0).normal(size=(3, *shape)).astype(np.float32)
+
+
+def traced(fun, args):
+    """The jaxpr of a function and its gradients."""
     weights = np.random.default_rng(1).normal(size=args[0].shape).astype(np.float32)
 
     def both(*args):
         loss = lambda q, k, v, table: jnp.sum(fun(q, k, v, table, args[4]) * weights)
         return fun(*args), *jax.grad(loss, (0, 1, 2))(*args[:4])
 
-    return run(both, args)
+    return jax.make_jaxpr(both)(*args)
 
 
 def relative(found, expected):
@@ -101,20 +106,20 @@ def as_cudnn_takes_it(monkeypatch):
 @pytest.mark.parametrize("length", [32, 160])
 def test_any_bias_is_as_exact_as_in_unfused_attention(length, bias, causal, monkeypatch):
     args, fun = operands(length), attend(bias, causal)
-    exact = results(fun, args, lambda f, args: evaluate(jax.make_jaxpr(f)(*args), args, float64))
+    exact = evaluate(traced(fun, args), args, float64)
     autocast = lambda choice: mpjax.autocast(fun, "mixed_bfloat16", rules=Rules(attention=choice))
     (row,) = [row for row in mpjax.explain(autocast("xla"), *args).rows if "attention" in row.op]
     assert (row.op, "bias" in row.why) == ("fused_attention", True), row.why
-    run = lambda f, args: in_numpy(f)(*args)
-    fused = relative(results(autocast("xla"), args, run), exact)
+    program = traced(autocast("xla"), args)
+    fused = relative(evaluate(program, args, as_typed), exact)
     with monkeypatch.context() as as_written:  # Divided after the product, it is more exact still.
         as_written.setattr(division, "SHORTEST", length + 1)
-        today = relative(results(autocast("unfused"), args, run), exact)
+        today = relative(evaluate(traced(autocast("unfused"), args), args, as_typed), exact)
     assert (fused <= 1.5 * today).all(), (fused, today)
     if bias == "norms of keys":  # `prepare._has_wide_bias` refuses it for cuDNN.
         return
     as_cudnn_takes_it(monkeypatch)
-    rounded = relative(results(autocast("xla"), args, run), exact)
+    rounded = relative(evaluate(program, args, as_typed), exact)
     assert (rounded <= 1.5 * today).all(), (rounded, today)
 
 
@@ -170,11 +175,11 @@ PER_HEAD = {
 @pytest.mark.parametrize("added", PER_HEAD)
 def test_a_constant_for_each_head_in_any_layout(form, added):
     fun = form(PER_HEAD[added].astype(np.float32))
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, 6, N, H)) for i in range(3))
+    q, k, v = normal(2, 6, N, H)
     fused = mpjax.autocast(fun, "mixed_bfloat16", rules=Rules(attention="xla"))
     (row,) = [row for row in mpjax.explain(fused, q, k, v).rows if "attention" in row.op]
     assert row.op == "fused_attention", row.why
-    assert relative([jax.jit(fused)(q, k, v)], [jax.jit(fun)(q, k, v)]) < 0.02
+    assert relative([jax.jit(fused)(q, k, v)], [in_numpy(fun)(q, k, v)]) < 0.02
     assert mpjax.audit(lambda *args: jnp.sum(fused(*args)), q, k, v)
 
 
@@ -188,8 +193,8 @@ def test_batch_and_heads_as_one_axis_with_a_bias_from_a_mask():
         scores = scores + jnp.triu(jnp.ones((6, 6)), 1) * -1e9 + (1 - seen)[:, None, None] * -1e30
         return jax.nn.softmax(scores).reshape(2 * N, 6, 6) @ v
 
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, 6, N, H)) for i in range(3))
-    seen = jnp.ones((2, 6)).at[0, 4:].set(0)
+    q, k, v = normal(2, 6, N, H)
+    seen = np.float32([[1, 1, 1, 1, 0, 0], [1] * 6])
     fused = mpjax.autocast(fun, "mixed_bfloat16", rules=Rules(attention="xla"))
     assert "fused_attention" in [row.op for row in mpjax.explain(fused, q, k, v, seen).rows]
     gradient = lambda fun: jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(fun(*args))), (0, 1, 2)))(q, k, v, seen)
@@ -224,11 +229,11 @@ def test_a_constant_mask_is_what_is_computed(name):
         scores = jnp.where(mask(12), jnp.einsum("thd,shd->hts", q, k), -1e30)
         return jnp.einsum("hts,shd->thd", jax.nn.softmax(scores), v)
 
-    q, k, v = (jax.random.normal(jax.random.key(i), (12, N, H)) for i in range(3))
+    q, k, v = normal(12, N, H)
     fused = mpjax.autocast(fun, "mixed_bfloat16", rules=Rules(attention="xla"))
     (row,) = [row for row in mpjax.explain(fused, q, k, v).rows if "attention" in row.op]
     assert row.why == f"xla: stores no scores, {kind}"
-    assert relative([jax.jit(fused)(q, k, v)], [jax.jit(fun)(q, k, v)]) < 0.02
+    assert relative([jax.jit(fused)(q, k, v)], [in_numpy(fun)(q, k, v)]) < 0.02
 
 
 def test_tracing_16_thousand_tokens_makes_no_array_of_scores():
