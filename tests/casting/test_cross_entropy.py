@@ -1,5 +1,7 @@
 """Losses of language models without their logits."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ import mpjax
 from mpjax import Rules
 from mpjax.kernels import cross_entropy
 from testing import measures
-from testing.random_programs.evaluate import as_typed, evaluate
+from testing.random_programs.evaluate import as_typed, evaluate, in_numpy
 from testing.random_programs.evaluate import exact as float64
 
 CHOICES = ("unfused", "fused")
@@ -218,9 +220,9 @@ def model(loss):
 
 def arguments():
     rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
     params = (normal(D, D) / 3, (normal(D, V), normal(V, D), normal(V)))
-    return params, normal(B, T, D), jnp.asarray(rng.integers(0, V, (B, T)), jnp.int32)
+    return params, normal(B, T, D), jax.device_put(rng.integers(0, V, (B, T)).astype(np.int32))
 
 
 def autocast(loss, choice, policy="mixed_bfloat16"):
@@ -238,6 +240,15 @@ def relative(found, exact):
     return np.array([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs])
 
 
+@functools.cache
+def exact_and_row(name):
+    """The value and gradient in float64, and the only row of the plan."""
+    args = arguments()
+    exact = evaluate(jax.make_jaxpr(jax.value_and_grad(model(LOSSES[name])))(*args), jax.tree.leaves(args), float64)
+    (row,) = rows(LOSSES[name], *args)
+    return exact, row
+
+
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.filterwarnings("ignore:float16 is differentiated")
@@ -246,18 +257,17 @@ def test_a_loss_stores_no_logits_and_is_as_exact_as_today(name, policy, monkeypa
     monkeypatch.setattr(cross_entropy, "_BLOCK", 12 * 16)
     monkeypatch.setattr(cross_entropy, "_PIECE", 2)
     loss, args = LOSSES[name], arguments()
-    (row,) = rows(loss, *args)
+    exact, row = exact_and_row(name)
     assert row.op == "fused_cross_entropy", row.why
     value_and_grad = lambda choice: jax.value_and_grad(autocast(loss, choice, policy))
     today, program = (jax.make_jaxpr(value_and_grad(c))(*args) for c in ("unfused", "fused"))
     assert max(np.prod(v.aval.shape) for e in measures.equations(program) for v in e.eqn.outvars) < B * T * V
     leaves = jax.tree.leaves(args)
-    exact = evaluate(jax.make_jaxpr(jax.value_and_grad(model(loss)))(*args), leaves, float64)
     if policy == "mixed_bfloat16":
-        outs = (jax.jit(jax.extend.core.jaxpr_as_fun(jaxpr))(*leaves) for jaxpr in (today, program))
-    else:  # Compiling all of them twice takes a minute.
-        outs = (evaluate(jaxpr, leaves, as_typed) for jaxpr in (today, program))
-    today, fused = (relative(out, exact) for out in outs)
+        outs = jax.jit(jax.extend.core.jaxpr_as_fun(program))(*leaves)
+    else:  # Compiling all of them in both dtypes takes a minute.
+        outs = evaluate(program, leaves, as_typed)
+    today, fused = relative(evaluate(today, leaves, as_typed), exact), relative(outs, exact)
     half = float(jnp.finfo(policy.removeprefix("mixed_")).eps)
     assert (fused <= 1.1 * today + half / 4).all(), (fused, today)
 
@@ -404,7 +414,7 @@ def test_the_advice_on_a_shift_helps_and_changes_nothing():
     args, plain, stopped = arguments(), shifted(lambda m: m), shifted(jax.lax.stop_gradient)
     assert "jax.lax.stop_gradient" in rows(plain, *args)[0].why
     assert rows(stopped, *args)[0].op == "fused_cross_entropy"
-    found, expected = (jax.grad(model(loss))(*args) for loss in (stopped, plain))
+    found, expected = (in_numpy(jax.grad(model(loss)))(*args) for loss in (stopped, plain))
     assert (relative(found, expected) < 1e-5).all()
 
 
@@ -450,7 +460,7 @@ def test_devices_that_share_a_vocabulary_send_no_weights(of_weights, of_tokens, 
         jax.jit(jax.grad(mpjax.autocast(loss, "mixed_bfloat16", rules=Rules(cross_entropy=c))))
         for c in ("fused", "unfused")
     )
-    exact = jax.grad(loss)(w, x, y)
+    exact = in_numpy(jax.grad(loss))(w, x, y)
     assert (relative(fused(*args), exact) <= 1.1 * relative(today(*args), exact)).all()
     if "i" in of_weights[1:]:
         program = fused.lower(*args).compile().as_text()
