@@ -20,8 +20,8 @@ os.environ.setdefault(
 # variable is for other processes and SciPy; a plugin of pytest has already imported NumPy here.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# Programs that several tests compile are compiled once, by whichever process of the run is first. Not those of the tests'
-# child processes: JAX before 0.12 writes to the standard error when it loads a program.
+# Programs that several tests compile are compiled once, by whichever process of the run is first. Not those of child
+# processes of tests: JAX before 0.12 writes to the standard error when it loads a program.
 if "MPJAX_COMPILED" not in os.environ:
     _compiled = tempfile.TemporaryDirectory(prefix="mpjax-compiled-")
     os.environ["MPJAX_COMPILED"] = _compiled.name
