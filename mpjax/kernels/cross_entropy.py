@@ -44,7 +44,7 @@ class Head:
     """How logits follow from rows and weights.
 
     Args:
-        steps: What is done to the product, in order: ("scale", factor), ("bias", 0) or ("cap", size).
+        steps: What is done to the product, in order: ("scale", factor), ("bias", 0), ("factors", 0) or ("cap", size).
         labels: How many arrays of labels there are.
     """
 
@@ -52,9 +52,19 @@ class Head:
     labels: int = 1
 
     @property
-    def has_bias(self) -> bool:
-        """Whether a bias is added."""
-        return any(kind == "bias" for kind, _ in self.steps)
+    def floats(self) -> tuple[str, ...]:
+        """The operands before the labels, which have derivatives: rows, weights, a bias, a factor of each row."""
+        kinds = {kind for kind, _ in self.steps}
+        return ("x", "w", *(name for name in ("bias", "factors") if name in kinds))
+
+    def places(self, names: Sequence[str]) -> list[int]:
+        """The indices of such operands."""
+        return [self.floats.index(name) for name in names]
+
+    @property
+    def operands(self) -> int:
+        """The number of operands."""
+        return len(self.floats) + self.labels
 
 
 class Statistics(NamedTuple):
@@ -70,7 +80,7 @@ class Statistics(NamedTuple):
     at: tuple[Any, ...]
 
 
-def statistics(x: Any, w: Any, bias: Any, labels: Sequence[Any], head: Head) -> Statistics:
+def statistics(x: Any, w: Any, bias: Any, labels: Sequence[Any], head: Head, factors: Any = None) -> Statistics:
     """The statistics of logits.
 
     Args:
@@ -79,6 +89,7 @@ def statistics(x: Any, w: Any, bias: Any, labels: Sequence[Any], head: Head) -> 
         bias: None, or [vocabulary], float32.
         labels: Arrays of labels [rows], int32.
         head: How logits follow from them.
+        factors: None, or the factor of each row [rows], float32: the inverse of a learned temperature.
 
     Example:
         >>> import jax.numpy as jnp
@@ -86,7 +97,7 @@ def statistics(x: Any, w: Any, bias: Any, labels: Sequence[Any], head: Head) -> 
         >>> found.logsumexp.dtype, round(float(found.logsumexp[0]), 4)  # the logarithm of 8
         (dtype('float32'), 2.0794)
     """
-    given = (x, w, *([] if bias is None else [bias]), *labels)
+    given = (x, w, *(y for y in (bias, factors) if y is not None), *labels)
     logsumexp, largest, total, best, *at = forward_p.bind(*same_axes(given), head=head)
     return Statistics(logsumexp, largest, total, best, tuple(at))
 
@@ -94,10 +105,12 @@ def statistics(x: Any, w: Any, bias: Any, labels: Sequence[Any], head: Head) -> 
 # The walk.
 
 
-def _adjusted(product: Any, bias: Any, head: Head) -> Any:
+def _adjusted(product: Any, bias: Any, factors: Any, head: Head) -> Any:
     for kind, number in head.steps:
         if kind == "bias":
             product = product + bias
+        elif kind == "factors":
+            product = product * factors.reshape(-1, *[1] * (product.ndim - 1))
         elif kind == "scale":
             product = product * np.float32(number)
         else:
@@ -123,8 +136,8 @@ class _Walk:
     Arrays over the vocabulary have two axes for it: [parts, places in a part].
     """
 
-    def __init__(self, x: Any, w: Any, bias: Any, head: Head):
-        self.x, self.head = x, head
+    def __init__(self, x: Any, w: Any, bias: Any, factors: Any, head: Head):
+        self.x, self.factors, self.head = x, factors, head
         self.vocabulary = w.shape[1]
         parts, count = _parts_and_blocks(x.shape[0], self.vocabulary)
         self.shape = (parts, self.vocabulary // parts)
@@ -142,7 +155,7 @@ class _Walk:
 
     def logits(self, w: Any, bias: Any) -> Any:
         """The logits of a block [rows, parts, size], float32."""
-        return _adjusted(self.product(w), bias, self.head)
+        return _adjusted(self.product(w), bias, self.factors, self.head)
 
     def product(self, w: Any) -> Any:
         """The product of rows and weights, rounded to half as any matmul's result that is stored."""
@@ -166,7 +179,7 @@ class _Walk:
 
     def run(self, body: Callable[..., Any], carry: Any) -> Any:
         """The carry after all blocks; `body(carry, start, fresh) → carry`, where columns from `fresh` on are new."""
-        arrays = [y for y in (self.x, self.low, self.bias) if y is not None]
+        arrays = [y for y in (self.x, self.low, self.bias, self.factors) if y is not None]
         carry = jax.tree.map(lambda y: vary_as(y, arrays), carry)
         if len(self.starts) == 1:
             return body(carry, 0, 0)
@@ -182,8 +195,8 @@ def _of_rows(x: Any) -> Any:
 
 
 def _forward_program(*arrays: Any, head: Head) -> list[Any]:
-    x, w, bias, labels = _parts(arrays, head)
-    walk = _Walk(x, w, bias, head)
+    x, w, bias, factors, labels = _parts(arrays, head)
+    walk = _Walk(x, w, bias, factors, head)
     rows = jnp.zeros(x.shape[:1], np.float32)
 
     def body(carry: Any, start: Any, fresh: Any) -> Any:
@@ -210,30 +223,32 @@ def _forward_program(*arrays: Any, head: Head) -> list[Any]:
 
 def _backward_program(*arrays: Any, head: Head, wrt: tuple[str, ...]) -> list[Any]:
     *given, logsumexp, of_logsumexp, of_total = arrays[: len(arrays) - head.labels]
-    x, w, bias, labels = _parts(given, head)
+    x, w, bias, factors, labels = _parts(given, head)
     of_at = arrays[len(arrays) - head.labels :]
-    walk = _Walk(x, w, bias, head)
+    walk = _Walk(x, w, bias, factors, head)
 
     def body(carry: Any, start: Any, fresh: Any) -> Any:
         w, bias = walk.block(start)
         adjusted = functools.partial(_adjusted, head=head)
-        logits, pullback = jax.vjp(adjusted, walk.product(w), 0.0 if bias is None else bias)
+        operands = walk.product(w), *(0.0 if y is None else y for y in (bias, factors))
+        logits, pullback = jax.vjp(adjusted, *operands)
         columns = walk.columns(start)
         ct = jnp.exp(logits - _of_rows(logsumexp)) * _of_rows(of_logsumexp) + _of_rows(of_total)
         for y, c in zip(labels, of_at, strict=True):
             ct = ct + jnp.where(columns == _of_rows(y), _of_rows(c), 0)
-        of_product, of_bias = pullback(ct if walk.apart else jnp.where(walk.new(start, fresh), ct, 0))
+        of_product, of_bias, of_factors = pullback(ct if walk.apart else jnp.where(walk.new(start, fresh), ct, 0))
         low = of_product.astype(x.dtype)
         found = {
             "x": lambda: carry["x"] + _dot(low, w, _OF_BLOCK, _OF_BLOCK),
             "w": lambda: walk.with_block(carry["w"], _dot(x, low, (0,), (0,)), start),
             "bias": lambda: walk.with_block(carry["bias"], of_bias, start),
+            "factors": lambda: carry["factors"] + of_factors,
         }
         return {name: found[name]() for name in wrt}
 
-    shapes = {"x": x.shape, "w": walk.low.shape, "bias": walk.shape}
+    shapes = {"x": x.shape, "w": walk.low.shape, "bias": walk.shape, "factors": x.shape[:1]}
     sums = walk.run(body, {name: jnp.zeros(shapes[name], np.float32) for name in wrt})
-    types = {"x": x, "w": w, "bias": bias}
+    types = {"x": x, "w": w, "bias": bias, "factors": factors}
     return [sums[name].reshape(types[name].shape).astype(types[name].dtype) for name in wrt]
 
 
@@ -245,20 +260,20 @@ def _dot(a: Any, b: Any, i: Sequence[int], j: Sequence[int]) -> Any:
 
 def formula(*arrays: Any, head: Head) -> list[Any]:
     """The statistics from logits as a whole, for forward mode and second derivatives."""
-    x, w, bias, labels = _parts(arrays, head)
-    logits = _adjusted(_dot(x, w.astype(x.dtype), (1,), (0,)), bias, head)
+    x, w, bias, factors, labels = _parts(arrays, head)
+    logits = _adjusted(_dot(x, w.astype(x.dtype), (1,), (0,)), bias, factors, head)
     columns = lax.broadcasted_iota(np.int32, logits.shape, 1)
     at = [jnp.sum(jnp.where(columns == y[:, None], logits, 0), 1) for y in labels]
     best, largest = jnp.argmax(logits, 1).astype(np.int32), lax.stop_gradient(jnp.max(logits, 1))
     return [jax.nn.logsumexp(logits, 1), largest, jnp.sum(logits, 1), best, *at]
 
 
-def _parts(arrays: Sequence[Any], head: Head) -> tuple[Any, Any, Any, list[Any]]:
-    x, w, *rest = arrays
-    return x, w, rest.pop(0) if head.has_bias else None, rest
+def _parts(arrays: Sequence[Any], head: Head) -> tuple[Any, Any, Any, Any, Sequence[Any]]:
+    given = dict(zip(head.floats, arrays, strict=False))
+    return given["x"], given["w"], given.get("bias"), given.get("factors"), arrays[len(given) :]
 
 
-# The primitives: x, w, the bias if there is one, labels; then what follows.
+# The primitives: x, w, the bias and the factors if there are any, labels; then what follows.
 
 forward_p, tangent_p = Primitive("cross_entropy"), Primitive("cross_entropy_tangent")
 backward_p = Primitive("cross_entropy_backward")
@@ -278,17 +293,15 @@ def _forward_avals(*avals: Any, head: Head) -> list[Any]:
 
 
 def _backward_avals(*avals: Any, head: Head, wrt: tuple[str, ...]) -> list[Any]:
-    by_name = {"x": avals[0], "w": avals[1], "bias": avals[2]}
-    return [by_name[name] for name in wrt]
+    return [avals[i] for i in head.places(wrt)]
 
 
 # `_tangent_program(given, logsumexp, tangents) → tangents of logsumexp, total and at`.
 
 
 def _tangent_program(*arrays: Any, head: Head, wrt: tuple[str, ...]) -> list[Any]:
-    count = 2 + head.has_bias + head.labels
-    given, tangents = list(arrays[:count]), arrays[len(arrays) - len(wrt) :]
-    places = [("x", "w", "bias").index(name) for name in wrt]
+    given, tangents = list(arrays[: head.operands]), arrays[len(arrays) - len(wrt) :]
+    places = head.places(wrt)
 
     def fun(*chosen: Any) -> Any:
         filled = list(given)
@@ -308,8 +321,7 @@ def _tangent_avals(*avals: Any, head: Head, wrt: tuple[str, ...]) -> list[Any]:
 
 
 def _tangents_of(primals: Sequence[Any], tangents: Sequence[Any], outs: Sequence[Any], head: Head) -> list[Any]:
-    names = ("x", "w", "bias")[: 2 + head.has_bias]
-    known = {n: t for n, t in zip(names, tangents, strict=False) if type(t) is not ad.Zero}
+    known = {n: t for n, t in zip(head.floats, tangents, strict=False) if type(t) is not ad.Zero}
     zeros = [compat.zero_tangent(out) for out in outs]
     if not known:
         return zeros
@@ -325,7 +337,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, head: Head) -> tupl
 
 def _linearization(nonzeros: Sequence[bool], *primals: Any, head: Head) -> tuple[Any, Any, Any]:
     outs = forward_p.bind(*primals, head=head)
-    some = any(nonzeros[: 2 + head.has_bias])
+    some = any(nonzeros[: len(head.floats)])
     has_tangent = [some, False, some, False, *[some] * head.labels]
     return outs, has_tangent, lambda *tangents: _tangents_of(primals, tangents, outs, head)
 
@@ -343,9 +355,8 @@ def _transpose(cts: Sequence[Any], *arrays: Any, head: Head, wrt: tuple[str, ...
 
 def _whole_backward(*arrays: Any, head: Head, wrt: tuple[str, ...]) -> list[Any]:
     """The backward pass as a function of operands and cotangents alone: its derivative is that of the formulas."""
-    count = 2 + head.has_bias + head.labels
-    given, cts = list(arrays[:count]), list(arrays[count + 1 :])
-    places = [("x", "w", "bias").index(name) for name in wrt]
+    given, cts = list(arrays[: head.operands]), list(arrays[head.operands + 1 :])
+    places = head.places(wrt)
 
     def fun(*chosen: Any) -> Any:
         filled = list(given)
@@ -363,7 +374,7 @@ def _set_batching(primitive: Primitive, per_row: Callable[[int, Any], bool]) -> 
         size = next(y.shape[d] for y, d in zip(arrays, dims, strict=True) if d is not None)
         moved = [y if d is None else jnp.moveaxis(y, d, 0) for y, d in zip(arrays, dims, strict=True)]
         of_rows = [per_row(i, params) for i in range(len(arrays))]
-        sums = primitive is backward_p and set(params["wrt"]) != {"x"}
+        sums = primitive is backward_p and not set(params["wrt"]) <= {"x", "factors"}
         if sums or any(d is not None and not rows for d, rows in zip(dims, of_rows, strict=True)):
             mapped = [y for y, d in zip(moved, dims, strict=True) if d is not None]
 
@@ -390,12 +401,12 @@ def _define(primitive: Primitive, program: Callable[..., Any], avals: Callable[.
 
 
 def _is_row(i: int, params: Any) -> bool:
-    return i != 1 and not (params["head"].has_bias and i == 2)
+    return params["head"].floats[i : i + 1] not in (("w",), ("bias",))
 
 
 def _is_row_of_tangent(i: int, params: Any) -> bool:
-    count = 3 + params["head"].has_bias + params["head"].labels
-    return params["wrt"][i - count] == "x" if i >= count else _is_row(i, params)
+    first = 1 + params["head"].operands
+    return params["wrt"][i - first] in ("x", "factors") if i >= first else _is_row(i, params)
 
 
 PROGRAMS: dict[Primitive, Callable[..., Any]] = {

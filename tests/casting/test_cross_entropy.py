@@ -201,6 +201,17 @@ def padded_and_biased(params, x, y):
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), (y % (V - 5))[..., None], -1))
 
 
+def at_a_learned_temperature(params, x, y):
+    temperature = jnp.exp(params[2][0])
+    return optax.softmax_cross_entropy_with_integer_labels(logits_of(params, x) / temperature, y).mean()
+
+
+def biased_scaled_and_capped(params, x, y):
+    scale, bias = params[2][:1], params[2]
+    logits = 5 * jnp.tanh(scale * (logits_of(params, x) / 3 + bias) / 5)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
 LOSSES = {
     f.__name__: f
     for f in (
@@ -208,7 +219,7 @@ LOSSES = {
         shifted_and_ignored, flat, indexed, indexed_by_rows, with_accuracy, policy_gradient, jitted, checkpointed,
         scanned, mapped, outside, of_each_row, rows_behind_and_swapped, on_and_off_values, smoothed_where,
         padded_vocabulary, padded_and_biased, labels_in_the_padding, padded_then_scaled_and_capped, summed_at_once,
-        contracted, named_and_divided_by_a_root,
+        contracted, named_and_divided_by_a_root, at_a_learned_temperature, biased_scaled_and_capped,
     )
 }  # fmt: skip
 
@@ -303,8 +314,8 @@ def of_a_slice(params, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(logits_of(params, x)[..., :30], y % 30).mean()
 
 
-def at_a_learned_temperature(params, x, y):
-    temperature = jnp.exp(params[2][0])
+def at_a_temperature_of_each_row(params, x, y):
+    temperature = 1.0 + y[..., None]
     return optax.softmax_cross_entropy_with_integer_labels(logits_of(params, x) / temperature, y).mean()
 
 
@@ -328,7 +339,7 @@ REFUSED = {
     at_its_own_argmax: "its labels follow from its own logits",
     of_the_row_before: "read by gather (test_cross_entropy.py:",
     of_a_slice: "read by slice (test_cross_entropy.py:",
-    at_a_learned_temperature: "read by div (test_cross_entropy.py:",
+    at_a_temperature_of_each_row: "read by div (test_cross_entropy.py:",
     seen: "its logits are returned",
 }
 
@@ -382,17 +393,17 @@ def test_labels_in_a_dtype_that_counts_no_whole_vocabulary_hit_as_they_are_writt
     assert found == expected
 
 
-@pytest.mark.parametrize("loss", [log_softmax, integer_labels, one_hot])
+@pytest.mark.parametrize("loss", [log_softmax, integer_labels, one_hot, at_a_learned_temperature])
 def test_tokens_may_be_shared_in_a_shard_map_that_checks_axes(loss):
     mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
-    (_, (w, _, _)), x, y = arguments()
+    (_, (w, _, bias)), x, y = arguments()
 
-    def each(w, x, y):
-        return jax.lax.pmean(loss((w, None, None), x, y), "i")
+    def each(w, bias, x, y):
+        return jax.lax.pmean(loss((w, None, bias), x, y), "i")
 
-    shared = jax.shard_map(each, mesh=mesh, in_specs=(P(), P("i"), P("i")), out_specs=P())
+    shared = jax.shard_map(each, mesh=mesh, in_specs=(P(), P(), P("i"), P("i")), out_specs=P())
     found, expected = (
-        jax.jit(jax.grad(mpjax.autocast(shared, "mixed_bfloat16", rules=Rules(cross_entropy=c))))(w, x, y)
+        jax.jit(jax.grad(mpjax.autocast(shared, "mixed_bfloat16", rules=Rules(cross_entropy=c)), (0, 1)))(w, bias, x, y)
         for c in CHOICES
     )
     assert (relative(found, expected) < 0.01).all()
@@ -426,8 +437,9 @@ def test_labels_that_no_vocabulary_has_are_nan_where_they_are_as_written():
     assert np.isnan(jax.jit(autocast(log_softmax, "unfused"))(params, x, y))
 
 
-def test_second_derivatives_and_forward_mode():
-    args, loss = arguments(), z_loss
+@pytest.mark.parametrize("loss", [z_loss, biased_scaled_and_capped])
+def test_second_derivatives_and_forward_mode(loss):
+    args = arguments()
     direction = jax.tree.map(jnp.ones_like, args[0])
     hvp = lambda fun: jax.jit(lambda p: jax.jvp(jax.grad(lambda p: fun(p, *args[1:])), (p,), (direction,))[1])(args[0])
     exact = hvp(model(loss))

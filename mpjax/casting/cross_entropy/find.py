@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax.casting.cross_entropy.labels import Labels, gathered, labels_of, number_of, row_of, times
+from mpjax.casting.cross_entropy.labels import Labels, gathered, labels_of, number_of, row_of, scalar_of, times
 from mpjax.casting.setting import tracked
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow
@@ -71,6 +71,7 @@ class Found(NamedTuple):
         steps: What is done to the product, as in `Head`.
         moves: The moves of rows between the product and the loss.
         bias: The bias before it was broadcast; None without one.
+        factor: The variable that all logits are multiplied by, or divided by, and which; None without one.
         padding: Which of the vocabulary are padding, as `_Padding`; None without any.
         inside: The equations that the statistics replace.
         reads: The reductions, each with a function from statistics and row values to its result, and its row values.
@@ -82,6 +83,7 @@ class Found(NamedTuple):
     steps: tuple[tuple[str, float], ...]
     moves: tuple[Any, ...]
     bias: Any
+    factor: tuple[str, Any] | None
     padding: _Padding | None
     inside: frozenset[int]
     reads: tuple[tuple[Any, Callable[..., Any], tuple[Any, ...]], ...]
@@ -98,6 +100,7 @@ class _Search:
         self.steps: list[tuple[str, float]] = []
         self.moves: list[Any] = []
         self.bias: Any = None
+        self.factor: tuple[str, Any] | None = None
         self.padding: _Padding | None = None
         self.inside: list[Any] = [matmul]
         self.reads: list[tuple[Any, Callable[..., Any], tuple[Any, ...]]] = []
@@ -118,14 +121,15 @@ class _Search:
         self._follow([logits])
         if not any(eqn.primitive.name in ("reduce_sum", "gather") for eqn, _, _ in self.reads):
             raise Refused("nothing sums their exponentials")
-        given = [*(y for y, _ in self.labels), self.bias, self.padding and self.padding.mask]
+        read = (self.bias, self.factor and self.factor[1], self.padding and self.padding.mask)
+        given = [*(y for y, _ in self.labels), *read]
         if self.flow.depends([v for v in given if v is not None], self.matmul.outvars[0]):
             raise Refused("its labels follow from its own logits")
         if any(compat.is_explicit(v.aval) for v in self.matmul.invars):
             raise Refused("its arrays are on a mesh with explicit axes: jax.sharding.auto_axes around the loss")
         return Found(
-            self.matmul, tuple(self.steps), tuple(self.moves), self.bias, self.padding, frozenset(map(id, self.inside)),
-            tuple(self.reads), tuple(self.labels), self.shape,
+            self.matmul, tuple(self.steps), tuple(self.moves), self.bias, self.factor, self.padding,
+            frozenset(map(id, self.inside)), tuple(self.reads), tuple(self.labels), self.shape,
         )  # fmt: skip
 
     def _head(self) -> Any:
@@ -152,6 +156,11 @@ class _Search:
         other = next((x for x in eqn.invars if x is not v), None)
         if name in ("mul", "div") and other is not None and not (name == "div" and eqn.invars[0] is not v):
             factor = number_of(self.flow, other)
+            if factor is None and self.factor is None and self.padding is None:
+                scalar = scalar_of(self.flow, other)
+                self.factor = None if scalar is None else (name, scalar)
+                self.steps += [] if scalar is None else [("factors", 0.0)]
+                return scalar is not None
             if factor is None or not math.isfinite(factor) or factor == 0:
                 return False
             self.steps.append(("scale", factor if name == "mul" else 1 / factor))

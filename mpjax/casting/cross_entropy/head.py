@@ -15,11 +15,12 @@ from mpjax.program import contexts
 
 CROSS_ENTROPY = jax.extend.core.Primitive("fused_cross_entropy")
 CROSS_ENTROPY.multiple_results = True
+_WORDS = {"bias": "bias", "scaled": "scale", "learned temperature": "factors", "capped": "cap"}
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadOptions:
-    """The parameters of the equation of a head: rows, weights, the bias if there is one, labels.
+    """The parameters of the equation of a head: rows, weights, a bias and a factor if there are any, labels.
 
     Args:
         head: How logits follow.
@@ -35,8 +36,8 @@ class HeadOptions:
 
     @property
     def floats(self) -> tuple[int, ...]:
-        """The operands that are read in float32: the weights and the bias."""
-        return (1, 2) if self.head.has_bias else (1,)
+        """The operands that are read in float32: the weights, the bias, the factor."""
+        return tuple(range(1, len(self.head.floats)))
 
     @property
     def flops(self) -> int:
@@ -47,7 +48,7 @@ class HeadOptions:
     def kind(self) -> str:
         """What it is, in words."""
         kinds = [kind for kind, _ in self.head.steps]
-        words = [word for word, kind in (("bias", "bias"), ("scaled", "scale"), ("capped", "cap")) if kind in kinds]
+        words = [word for word, kind in _WORDS.items() if kind in kinds]
         return ", ".join(("stores no logits", *words))
 
     @property
@@ -62,7 +63,10 @@ class HeadOptions:
             contexts.trial.value.logits.add(math.prod(self.rows) * self.vocabulary)
         x = jnp.moveaxis(x, self.contracted[0], -1)
         w = jnp.moveaxis(w, self.contracted[1], 0)
-        bias, labels = (rest[0].astype(np.float32), rest[1:]) if self.head.has_bias else (None, rest)
-        flat = [y.reshape(-1) for y in labels]
-        found = statistics(x.reshape(-1, x.shape[-1]), w.astype(np.float32), bias, flat, self.head)
+        x = x.reshape(-1, x.shape[-1])
+        given = dict(zip(self.head.floats[2:], rest, strict=False))
+        labels = [y.reshape(-1) for y in rest[len(given) :]]
+        bias = given["bias"].astype(np.float32) if "bias" in given else None
+        factors = jnp.broadcast_to(given["factors"].astype(np.float32), x.shape[:1]) if "factors" in given else None
+        found = statistics(x, w.astype(np.float32), bias, labels, self.head, factors)
         return [y.reshape(self.rows) for y in (*found[:4], *found.at)]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax.casting.setting import tracked
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow
 from mpjax.program.host import bind_on_host
@@ -44,6 +45,17 @@ def number_of(flow: Dataflow, x: Any) -> float | None:
     arrays = [np.asarray(n, y.aval.dtype) for n, y in zip(numbers, maker.invars, strict=True)]
     found = bind_on_host(maker, arrays, wide=False)
     return float(found[0]) if found and found[0] is not None else None
+
+
+def scalar_of(flow: Dataflow, x: Any) -> Any:
+    """The float32 scalar that an operand is made of; None if its elements differ, or may."""
+    if isinstance(x, compat.Literal) or not tracked(x):
+        return None
+    if compat.numel(x.aval) == 1:
+        return x
+    maker = flow.maker(x)
+    repeats = maker is not None and maker.primitive.name in ("broadcast_in_dim", "reshape")
+    return scalar_of(flow, maker.invars[0]) if repeats else None
 
 
 def labels_of(flow: Dataflow, x: Any, shape: Sequence[int]) -> Labels | None:

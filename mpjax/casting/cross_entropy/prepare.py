@@ -63,6 +63,10 @@ def _written(eqns: Sequence[Any], found: Found) -> list[Any]:
     added = [v for v in (found.bias, found.padding and found.padding.mask) if v is not None]
     bias = [_spliced(functools.partial(_bias, found), added, new, found.matmul)] if added else []
     vocabulary = vocabulary_of(found.matmul)
+    factor = []
+    if found.factor is not None:
+        how, scalar = found.factor
+        factor = [_spliced(functools.partial(_factor, how), [scalar], new, found.matmul)]
 
     def label(y: Any, clipped: bool) -> Any:
         y = y.reshape(found.shape).astype(np.int32)
@@ -72,11 +76,10 @@ def _written(eqns: Sequence[Any], found: Found) -> list[Any]:
         _spliced(functools.partial(label, clipped=clipped), [y], new, found.matmul) for y, clipped in found.labels
     ]
     options = HeadOptions(Head(found.steps, len(labels)), (x.aval.ndim - 1, j), found.shape, vocabulary)
-    outs = _results(options, [x, w, *bias, *labels])
+    operands = [x, w, *bias, *factor, *labels]
+    outs = _results(options, operands)
     params = {"options": options}
-    new.append(
-        found.matmul.replace(primitive=CROSS_ENTROPY, invars=[x, w, *bias, *labels], outvars=[*outs], params=params)
-    )
+    new.append(found.matmul.replace(primitive=CROSS_ENTROPY, invars=operands, outvars=[*outs], params=params))
     if found.padding is not None:
         at_labels = functools.partial(_at_padding, found.padding, _of_padding(found))
         for n, y in enumerate(labels, len(outs) - len(labels)):
@@ -116,6 +119,11 @@ def _bias(found: Found, *added: Any) -> Any:
     if found.padding is None:
         return total
     return jnp.where(jnp.ravel(added[-1]) == found.padding.where, np.float32(found.padding.number), total)
+
+
+def _factor(how: str, scalar: Any) -> Any:
+    """What logits are multiplied by, given what they are multiplied or divided by."""
+    return 1 / scalar.reshape(()) if how == "div" else scalar.reshape(())
 
 
 def _of_padding(found: Found) -> float:
