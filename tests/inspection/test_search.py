@@ -295,11 +295,12 @@ def test_a_module_that_overflows_is_named_and_not_one_that_reads_it():
 
 
 def test_a_primitive_that_loses_in_several_places_is_one_rule():
+    """Arithmetic that keeps nothing in float32 forms no region, in which no product would be rounded."""
     def loss(w, x):
         for i in range(4):
             with jax.named_scope(f"layer_{i}"):
                 y = x @ w
-                x = jnp.tanh(y) + (300 * y) * (300 * y) / 9e4
+                x = y + (300 * y) * (300 * y) / 9e4
         return jnp.mean(x**2)
 
     w = np.random.default_rng(1).normal(size=(32, 32)).astype(np.float32) / 9
