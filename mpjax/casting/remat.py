@@ -5,8 +5,9 @@ its derivative. A region is issued under `jax.checkpoint`, so only its half inpu
 recomputed: elementwise operations and reductions, but no matmul, loop, sort, random number or collective.
 
 A region contains the float32 arithmetic between two matmuls, and as much of the half arithmetic around it as minimises
-the stored bytes. For example, a region that includes a bias addition stores the matmul's result. What depends on no
-float, such as a mask, is computed in the region that first reads it, so that no region stores it.
+the stored bytes; or half arithmetic alone, where that would store more than it reads. For example, a region that
+includes a bias addition stores the matmul's result. What depends on no float, such as a mask, is computed in the region
+that first reads it, so that no region stores it.
 
 Half arithmetic in a region is rounded where a result leaves the region, and nowhere before.
 """
@@ -130,7 +131,7 @@ def with_regions(
         values: The inferred dtypes of its values.
         uses: The uses of its values.
         results: The outputs of the plan, with the storage dtypes in which they are read.
-        packs: Whether half inputs of regions are kept in eight bits. Then half arithmetic forms regions, too.
+        packs: Whether half inputs of regions are kept in eight bits.
         rounds: Whether half arithmetic rounds each of its results, those that stay in a region too.
     """
     stretches = _Stretches(steps, values, uses, results, packs, rounds)
@@ -277,24 +278,29 @@ class _Stretches:
     def divided(self, run: Sequence[Step]) -> list[Any]:
         """A run of cheap steps, with a region in it if one saves memory."""
         saved = [list(saved_by(step)) for step in run]
-        worth = (FULL, HALF) if self.packs else (FULL,)
-        wide = [i for i, reads in enumerate(saved) if any(storage in worth for _, storage in reads)]
-        if not wide:
-            return list(run)
+        # Half arithmetic has a region of its own where float32 arithmetic has none, or where what it reads is packed.
+        for worth in ((FULL, HALF),) if self.packs else ((FULL,), (FULL, HALF)):
+            wide = [i for i, reads in enumerate(saved) if any(storage in worth for _, storage in reads)]
+            if wide and (found := self._divided(run, saved, wide[0], wide[-1])):
+                return found
+        return list(run)
+
+    def _divided(self, run: Sequence[Step], saved: Sequence[list[Read]], least: int, most: int) -> list[Any] | None:
+        """A run with a region that contains the steps from `least` to `most`; None if it saves no memory."""
         results = self._results(run)
         # The best start depends on the end, because a step after the region may need a step before it.
-        first, last = wide[0], wide[-1]
+        first, last = least, most
         for _ in range(2):
             before = last
-            first = self._best_start(run, saved, wide[0], last)
-            last = self._best_end(run, saved, results, first, wide[-1])
+            first = self._best_start(run, saved, least, last)
+            last = self._best_end(run, saved, results, first, most)
             if last == before:
                 break
         window = Window(self, run, saved, first, last)
         ins, outs = tuple(window.ins.items()), _outs(results, first, last)
         without = sum(map(self._size_unpacked, {read for reads in saved for read in reads}))
         if not outs or without <= window.bytes:
-            return list(run)
+            return None
         inside = list(run[first : last + 1]) if self.rounds else _unrounded(run[first : last + 1])
         scopes = compat.common_scopes([step.eqn for step in inside])
         is_last = not any(self.uses.get(v, Use.NONE) & Use.ANY_HALF for v, _ in outs)

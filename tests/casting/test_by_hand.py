@@ -456,6 +456,8 @@ def test_the_knots_of_a_basis_are_not_rounded(name, dtype, of_gradient):
 POLYNOMIALS = {
     "six logistic maps": lambda h: functools.reduce(lambda x, _: 3.7 * x * (1 - x), range(6), jax.nn.sigmoid(h)),
     "fade": lambda h: (lambda t: t**3 * (t * (t * 6 - 15) + 10))(jnp.clip(h * 0.5 + 0.5, 0, 1)),
+    "three steps of a map": lambda h: functools.reduce(lambda x, _: 1 - 1.4 * x * x + 0.1 * h, range(3), 0.3 * h),
+    "beyond float16's range": lambda h: (300 * h) * (300 * h) / 9e4,
 }
 
 
