@@ -232,6 +232,8 @@ class Inference:
         self.known |= results
         beyond = beyond_half(self.setting.half, *results.values())
         if beyond:
+            if listing.op is Op.ENTER:  # What it contains runs as traced.
+                listing = listing._replace(op=Op.OPAQUE)
             step = self.in_float32(eqn, listing, Level.FLOAT, out_of_range(self.setting.half))
             step.outs = tuple(x and x._replace(beyond=beyond) for x in step.outs)
             return step
