@@ -85,8 +85,8 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 20)
 
 
-def pytest_addoption(parser):
-    parser.addoption("--every", type=int, default=1, metavar="N", help="run one in N cases of each parametrised test")
+# One in so many cases of each parametrised test runs. Not an option of pytest: tests start pytest on other folders.
+EVERY = int(os.environ.get("MPJAX_EVERY", "1"))
 
 
 def _deselect(config, items, kept):
@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(config, items):
     kept = []
     for item in items:
         test = item.nodeid.partition("[")[0]
-        kept.append(number[test] % config.option.every == 0)
+        kept.append(number[test] % EVERY == 0)
         number[test] += 1
     _deselect(config, items, kept)
     if "exhaustive" not in config.option.markexpr:
