@@ -22,7 +22,7 @@ from typing import Any
 
 # Before JAX starts (with the imports below): some programs of the zoo run on several devices.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
-if "--passes" in sys.argv:
+if __name__ == "__main__" and "--passes" in sys.argv:  # An import leaves the log of other processes alone.
     os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "hlo_pass_pipeline=1,fusion_compiler=1,ir_compiler=1"}
 
 import jax

@@ -1,10 +1,11 @@
 """The benchmarks run, interrupted runs continue, and their page names earlier and pending results."""
 
 import dataclasses
-import importlib
 import importlib.util
 import json
+import os
 import re
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -258,16 +259,19 @@ training.__main__ --quick --full
 """
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize("line", IGNORED.split("\n")[1:-1])
 def test_a_flag_without_effect_is_refused(line, monkeypatch, capsys):
     module, *flags = line.split()
+    environment = dict(os.environ)  # The processes that later tests start would print what one of them turns on.
     monkeypatch.setattr("sys.argv", line.split())
     with pytest.raises(SystemExit, match="2"):
-        importlib.import_module(f"benchmarks.{module}").main()
+        runpy.run_module(f"benchmarks.{module}", run_name="imported")["main"]()
     quoted = next(flag for flag in reversed(flags) if flag.startswith("--"))
     error = capsys.readouterr().err.splitlines()[-1]
     assert quoted in error
     assert "no effect" in error or "not allowed with" in error
+    assert os.environ == environment | {"PYTEST_CURRENT_TEST": os.environ["PYTEST_CURRENT_TEST"]}
 
 
 def test_results_of_a_cell_are_merged_and_an_error_is_replaced(tmp_path):
