@@ -16,7 +16,6 @@ import numpy as np
 from mpjax.casting.attention.division import AVERAGE
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.attention.prepare import constants, remember
-from mpjax.casting.cancellation import cancels
 from mpjax.casting.classify import Listing
 from mpjax.casting.constants import beyond_half, beyond_of_result, constant, folded, out_of_range
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
@@ -307,7 +306,7 @@ class Inference:
         row, rules = primitive(eqn.primitive.name), self.setting.rules
         if not (row.adds or row.multiplies) or rules.level == "half" or listing.entry or listing.region in IN_HALF:
             return ()
-        if self._is_wide(eqn) and cancels(self.jaxpr, eqn, at_one_end=True):
+        if self._is_wide(eqn):
             return (0,) if isinstance(eqn.invars[1], compat.Literal) else (1,)
         found = tuple(i for i, v in enumerate(eqn.invars) if self._is_parameter(v))
         whole = {i for i, v in enumerate(eqn.invars) if v.aval.shape == eqn.outvars[0].aval.shape}

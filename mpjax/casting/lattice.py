@@ -112,7 +112,7 @@ def at_boundary(value: Inferred, use: Use) -> Inferred:
     """
     if value.storage == HALF or value.copied or use & (Use.AMPLIFIED | Use.SUMMED):
         return value
-    if value.level == Level.HALF and use & Use.ANY_HALF:
+    if value.level == Level.HALF and use & (Use.HALF | Use.MAY_HALF):
         return Inferred(Level.HALF, HALF)
     if value.level == Level.FLOAT and use & Use.HALF and not use & (Use.FLOAT | Use.RETURNED):
         return Inferred(Level.HALF, HALF)
@@ -141,22 +141,3 @@ def literal_level(literal: Any, half: np.dtype) -> Level:
         return Level.ZERO
     representable = float(limits.smallest_subnormal) <= size <= float(limits.max)
     return Level.INPUT if representable or not np.isfinite(size) else Level.FLOAT
-
-
-def exact_in_half(literal: Any, half: np.dtype) -> bool:
-    """Whether half represents a literal exactly."""
-    value = np.asarray(literal.val)
-    with np.errstate(over="ignore"):  # A mask of -1e38 overflows, so it compares as not exact.
-        return bool(np.all(value.astype(half).astype(value.dtype) == value))
-
-
-# The root mean square of the relative error of a rounding, in units of eps.
-_RMS = 0.21
-
-
-def is_far_in_half(literal: Any, half: np.dtype) -> bool:
-    """Whether half changes a number by more than a typical rounding: 1.0507 by 0.4% in bfloat16."""
-    value = np.asarray(literal.val, np.float64)
-    with np.errstate(over="ignore"):
-        error = np.abs(value.astype(half).astype(np.float64) - value)
-    return bool(np.any(np.isfinite(error) & (error > _RMS * float(compat.finfo(half).eps) * np.abs(value))))

@@ -107,6 +107,12 @@ class Setting:
         )
         return hash((self.half, self.rules, self.region, flags, self.path, self.owners))
 
+    def represents(self, literal: Any) -> bool:
+        """Whether half represents a literal exactly."""
+        value = np.asarray(literal.val)
+        with np.errstate(over="ignore"):  # A mask of -1e38 overflows, so it compares as not exact.
+            return bool(np.all(value.astype(self.half).astype(value.dtype) == value))
+
     @property
     def reads_scopes(self) -> bool:
         """Whether a rule matches module paths."""

@@ -10,7 +10,7 @@ import enum
 import functools
 import operator
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpjax.casting.cancellation import cancels
@@ -39,7 +39,8 @@ class Use(enum.IntFlag):
     EXACT = 64  # A conversion to integers, a decomposition or a solve reads it, after affine operations at most.
     SATURATED = 128  # An operation that may saturate reads it, after additions of numbers at most.
     SUMMED = 256  # A loop adds it to a sum, or multiplies the sum by it.
-    ANY_HALF = MAY_HALF | HALF
+    BY_NUMBER = 512  # Like MAY_HALF, an addition of a number, or a product with one, that keeps nothing of it.
+    ANY_HALF = MAY_HALF | HALF | BY_NUMBER
 
     # Python's flag arithmetic is slow enough to show in trace times.
     def __or__(self, other: int) -> Use:
@@ -55,10 +56,10 @@ class Use(enum.IntFlag):
 
     def without(self, other: Use) -> Use:
         """These uses without those of `other`."""
-        return _FLAGS[int.__and__(self, 511 - other)]
+        return _FLAGS[int.__and__(self, 1023 - other)]
 
 
-_FLAGS = [Use(i) for i in range(512)]
+_FLAGS = [Use(i) for i in range(1024)]
 RESULT = Use.READ | Use.FLOAT | Use.RETURNED
 
 
@@ -127,7 +128,7 @@ def _uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
     return Uses(of, tuple(reversed(listings)), tuple(of.get(v, Use.NONE) for v in jaxpr.invars))
 
 
-def _streams(jaxpr: Any, setting: Setting) -> frozenset[Any]:
+def _streams(jaxpr: Any, setting: Setting) -> Container[Any]:
     """The results of the additions that run in float32 because others follow in the same sum."""
     if setting.folded:
         return frozenset()
@@ -159,6 +160,9 @@ def _of_operands(jaxpr: Any, eqn: Any, of: Mapping[Any, Use], listing: Listing, 
         return [Use.READ | use for use in inner]
     use = _of_operand(listing, outs)
     row = primitive(eqn.primitive.name)
+    by_number = listing.op is Op.INFER and _is_by_number(eqn, setting)
+    if by_number and use & Use.MAY_HALF:
+        use = Use.READ | Use.BY_NUMBER
     if eqn.primitive in FORMS and listing.op is Op.ALLOW:
         floats = eqn.params["options"].floats
         return [Use.READ | Use.FLOAT if i in floats else use for i in range(len(eqn.invars))]
@@ -166,7 +170,7 @@ def _of_operands(jaxpr: Any, eqn: Any, of: Mapping[Any, Use], listing: Listing, 
         if row.join:
             # A matmul that reads the joined array does not round its parts for others.
             use = Use.READ | outs[0].without(Use.HALF) | (Use.MAY_HALF if outs[0] & Use.HALF else Use.NONE)
-        if follows_one_value(eqn):
+        if follows_one_value(eqn) and not by_number:
             # A norm's output that reaches a matmul through an activation is half before the activation.
             use = use | outs[0] & Use.HALF
     out = functools.reduce(operator.or_, outs, Use.NONE)
@@ -191,6 +195,15 @@ def _of_operands(jaxpr: Any, eqn: Any, of: Mapping[Any, Use], listing: Listing, 
     if listing is GATED or (out & Use.SUMMED and (row.scales or row.accumulates)):
         use = use | Use.SUMMED
     return [use, use | Use.AMPLIFIED] if row.amplifies == "second" else [use] * len(eqn.invars)
+
+
+def _is_by_number(eqn: Any, setting: Setting) -> bool:
+    """Whether rounding the operand before an operation with a number may lose more than rounding the result.
+
+    What an addition cancels is lost (`softplus(h) - 0.7`). Exact factors scale a rounding with the value.
+    """
+    row, numbers = primitive(eqn.primitive.name), [v for v in eqn.invars if isinstance(v, compat.Literal)]
+    return bool(row.adds and numbers) or (row.scales and not all(map(setting.represents, numbers)))
 
 
 def _adds_number(eqn: Any) -> bool:
