@@ -24,6 +24,7 @@ from mpjax.casting.lattice import (
 from mpjax.casting.plan import Action, Step
 from mpjax.casting.prepare import FORMS
 from mpjax.casting.setting import AS_TRACED, IN_FLOAT32, IN_HALF, Region, tracked
+from mpjax.casting.streams import normalized_sums
 from mpjax.casting.updates import is_step
 from mpjax.casting.uses import GATED, STREAM_ADDITION, Use
 from mpjax.kernels.lookup import selects
@@ -63,7 +64,8 @@ def _deny(inference: Inference, eqn: Any, listing: Listing) -> Step:
     level = _activation(inference.level(eqn))
     step = inference.in_float32(eqn, listing, level, listing.why)
     if listing is STREAM_ADDITION and level == Level.FLOAT:
-        step.outs = (STREAM,)
+        normalized = eqn.outvars[0] in normalized_sums(inference.jaxpr)
+        step.outs = (Inferred(Level.HALF, FULL, gated=True) if normalized else STREAM,)
     if listing is GATED and level == Level.FLOAT:
         step.outs = (Inferred(Level.FLOAT, FULL, gated=True),)
     if eqn.primitive is EXPONENTIALS:

@@ -123,7 +123,10 @@ def _amplifies(eqns: Iterable[Any], rounded: set[Any], jaxpr: Any) -> bool:
             }
             if _amplifies(opened.eqns, inside, opened):
                 return True
-        if not row.kernel or inner:
+            if row.call:
+                results = zip(eqn.outvars, opened.outvars, strict=True)
+                rounded.update(v for v, w in results if not isinstance(w, compat.Literal) and w in inside)
+        if not row.call and (inner or not row.kernel):
             rounded.update(eqn.outvars)
     return False
 

@@ -23,12 +23,14 @@ DEEP = 25
 
 
 @once_per_jaxpr
-def residual_additions(jaxpr: Any) -> frozenset[Any]:
-    """The results of the additions of a jaxpr that make a residual stream.
+def residual_additions(jaxpr: Any) -> dict[Any, int]:
+    """The results of the additions of a jaxpr that make a residual stream, and as how many each counts.
 
     One operand of such an addition has another consumer: the layer whose result is added to it. The result, normalized
     or scaled or not, is added to again, or returned, as in the body of a scan over layers. Other additions lack one of
     these: a GELU's `x + 0.044715 x³` is multiplied by another array, and a bias has no other consumer.
+
+    An addition to a sum that nothing else reads, as in `h + f(h) + g(h)`, counts as 0: they are rounded together.
     """
     flow = dataflow(jaxpr)
     readers: collections.Counter[Any] = collections.Counter()
@@ -40,13 +42,25 @@ def residual_additions(jaxpr: Any) -> frozenset[Any]:
         read = {_state(flow, v) for v in variables(eqn.invars)}
         readers.update(read)
         if adds_arrays(eqn):
-            additions.append((eqn.outvars[0], read))
+            additions.append((eqn, read))
             continued |= read
-    stream: set[Any] = set()
-    for out, read in additions:
-        if any(readers[v] > 1 for v in read) and (out in continued or not stream.isdisjoint(read)):
-            stream.add(out)
-    return frozenset(stream)
+    stream: dict[Any, int] = {}
+    for eqn, read in additions:
+        branched, (out,) = any(readers[v] > 1 for v in read), eqn.outvars
+        goes_on = not stream.keys().isdisjoint(read)
+        if goes_on or (branched and out in continued):
+            little = any(_is_little(flow, eqn, v) for v in variables(eqn.invars))
+            stream[out] = (2 if little else 1) if branched else 0
+    return stream
+
+
+@once_per_jaxpr
+def normalized_sums(jaxpr: Any) -> frozenset[Any]:
+    """The sums of a residual stream that are normalized or scaled before the next addition, as in post-norm layers."""
+    flow, additions = dataflow(jaxpr), residual_additions(jaxpr)
+    read = [v for eqn in flow.eqns if eqn.outvars and eqn.outvars[0] in additions for v in variables(eqn.invars)]
+    goes_on = [*read, *flow.returned]
+    return frozenset(_state(flow, v) for v in goes_on if flow.source(v, is_moved_whole) is not _state(flow, v))
 
 
 def is_deep(jaxpr: Any) -> bool:
@@ -61,41 +75,44 @@ def additions_in_a_row(jaxpr: Any) -> int:
     counts: dict[Any, int] = {}
     for eqn in jaxpr.eqns:
         before = max((counts.get(v, 0) for v in variables(eqn.invars)), default=0)
-        row, added = primitive(eqn.primitive.name), 0
-        if eqn.outvars and eqn.outvars[0] in additions:
-            added = 2 if _adds_little(flow, eqn) else 1
-        elif row.op is Op.ENTER:
+        row = primitive(eqn.primitive.name)
+        added = additions.get(eqn.outvars[0]) if eqn.outvars else None
+        if row.op is Op.ENTER:
             # Layers multiply; a loop that does not, such as that of a CTC loss, adds to no stream.
             inside = [sub.jaxpr for sub in sub_jaxprs(eqn) if not row.loop or has_matmuls(sub.jaxpr)]
-            added = max(map(additions_in_a_row, inside), default=0)
-            added *= eqn.params.get("length", 1) if row.loop else 1
-        if added or carried_by(flow, eqn) is not None:
-            counts.update((v, before + added) for v in eqn.outvars)
+            times = eqn.params.get("length", 1) if row.loop else 1
+            added = times * max(map(additions_in_a_row, inside), default=0) or None
+        if added is not None or carried_by(flow, eqn) is not None:
+            counts.update((v, before + (added or 0)) for v in eqn.outvars)
     return max(counts.values(), default=0)
 
 
-_LITTLE = 0.5  # Factors that are at most this, and learned ones, which begin so.
+_LITTLE = 0.5  # Factors that are at most this, gates, and learned ones, which begin so.
 
 
-def _adds_little(flow: Dataflow, eqn: Any) -> bool:
-    """Whether an addition is of a layer's result times a small number, or times learned scales, as LayerScale's."""
-    for v in variables(eqn.invars):
-        product = flow.maker(flow.source(v, is_moved_whole))
-        if product is None or not primitive(product.primitive.name).scales or len(product.invars) != 2:
-            continue
-        shape, divides = product.outvars[0].aval.shape, primitive(product.primitive.name).linear == "first"
-        for factor, result in (product.invars, product.invars[::-1]):
-            if isinstance(factor, compat.Literal):
-                size = abs(float(np.max(factor.val)))
-                if size >= 1 / _LITTLE if divides else size <= _LITTLE:
-                    return True
-            elif (
-                result.aval.shape == shape
-                and not divides
-                and _is_given(flow, factor, compat.numel(product.outvars[0].aval))
-            ):
-                before = flow.maker(result)  # A norm has scales too.
-                return before is None or carried_by(flow, before) is None
+def _is_little(flow: Dataflow, addition: Any, v: Any) -> bool:
+    """Whether a term of an addition is multiplied by a small number, learned scales, or a gate.
+
+    The other term is little where this one, the state that it is added to, is multiplied by a large number (DeepNorm).
+    """
+    product = flow.maker(flow.source(v, is_moved_whole))
+    if product is None or not primitive(product.primitive.name).scales or len(product.invars) != 2:
+        return False
+    out, divides = product.outvars[0].aval, primitive(product.primitive.name).linear == "first"
+    for factor, result in (product.invars, product.invars[::-1]):
+        if isinstance(factor, compat.Literal):
+            size = abs(float(np.max(factor.val))) or 1.0
+            size = 1 / size if divides else size
+            if size <= _LITTLE:
+                return True
+            others = [w for w in variables(addition.invars) if w is not v]
+            if size >= 1 / _LITTLE and flow.depends(others, _state(flow, result)):
+                return True
+        elif result.aval.shape == out.shape and not divides:
+            before = flow.maker(result)  # A norm has scales too.
+            of_layer = before is None or carried_by(flow, before) is None
+            if _is_gate(flow, factor) or (of_layer and _is_given(flow, factor, compat.numel(out))):
+                return True
     return False
 
 
@@ -195,7 +212,7 @@ def _added(flow: Dataflow, eqn: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _is_gate(flow: Dataflow, v: Any) -> bool:
-    """Whether a value is a sigmoid, or 1 less a sigmoid, or some elements of one."""
+    """Whether a value is a sigmoid or tanh, or some elements of one, times or plus a number: `1 - sigmoid`."""
     v = v if isinstance(v, compat.Literal) else flow.source(v, _is_moved)
     eqn = None if isinstance(v, compat.Literal) else flow.maker(v)
     if eqn is None:
@@ -204,9 +221,10 @@ def _is_gate(flow: Dataflow, v: Any) -> bool:
     if row.call:
         (inner,) = sub_jaxprs(eqn)
         return _is_gate(dataflow(inner.opened), inner.opened.outvars[eqn.outvars.index(v)])
-    if row.adds and isinstance(eqn.invars[0], compat.Literal):
-        return _is_gate(flow, eqn.invars[1])
-    return row.bounds == (0.0, 1.0)
+    arrays = variables(eqn.invars)
+    if (row.adds or row.scales) and len(arrays) == 1 < len(eqn.invars):
+        return _is_gate(flow, arrays[0])
+    return row.bounds in ((0.0, 1.0), (-1.0, 1.0)) and row.op is Op.INFER
 
 
 def _is_moved(eqn: Any) -> bool:

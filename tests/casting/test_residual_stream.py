@@ -203,11 +203,15 @@ LITTLE = {
     "a quotient": lambda h, scale, w: h + branch(h, w) / 8,
     "LayerScale": lambda h, scale, w: h + scale * branch(h, w),
     "LayerScale in half": lambda h, scale, w: scale.astype(jnp.bfloat16).astype(jnp.float32) * branch(h, w) + h,
+    "a gate": lambda h, scale, w: h + jax.nn.sigmoid(h) * branch(h, w),
+    "DeepNorm": lambda h, scale, w: normalised(2.1 * h + branch(h, w)),
+    "a divided state": lambda h, scale, w: h / 0.4 + branch(h, w),
 }
 MUCH = {
     "a norm's scale": lambda h, scale, w: h + scale * normalised(branch(h, w)),
     "a number near 1": lambda h, scale, w: h + 0.7 * branch(h, w),
-    "a gate": lambda h, scale, w: h + jax.nn.sigmoid(h) * branch(h, w),
+    "a large branch": lambda h, scale, w: h + 4 * branch(h, w),
+    "two branches, rounded together": lambda h, scale, w: h + branch(h, w) + branch(h, w[:, ::-1]),
 }
 
 
@@ -230,24 +234,23 @@ def test_a_stream_to_which_24_layers_add_little_is_as_exact_as_by_hand(name):
     assert error <= 1.2
 
 
-# What a layer makes of the sum, and the most error relative to casts by hand: a norm after the sum also rounds its
-# input for the backward pass.
+# What a layer makes of the sum.
 STATES = {
-    "scaled": (lambda h, w: 0.98 * h + 0.2 * branch(h, w), 1.2),
-    "sum scaled": (lambda h, w: (h + branch(h, w)) * 0.7071, 1.2),
-    "normalised": (lambda h, w: normalised(h + branch(h, w)), 2.3),
-    "DeepNorm": (lambda h, w: normalised(2.0 * h + branch(h, w)), 2.6),
+    "scaled": lambda h, w: 0.98 * h + 0.2 * branch(h, w),
+    "sum scaled": lambda h, w: (h + branch(h, w)) * 0.7071,
+    "normalised": lambda h, w: normalised(h + branch(h, w)),
+    "DeepNorm": lambda h, w: normalised(2.0 * h + branch(h, w)),
 }
 
 
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize(("each", "most"), STATES.values(), ids=STATES)
-def test_a_stream_may_be_scaled_and_normalised(each, most, scan):
+@pytest.mark.parametrize("each", STATES.values(), ids=STATES)
+def test_a_stream_may_be_scaled_and_normalised(each, scan):
     """Post-norm transformers. They were not recognised: 3 to 4 times by hand after 48 layers."""
     network = network_of(each, scan)
     error, in_half = errors_of(network, 48, in_bfloat16, functools.partial(in_bfloat16, rules=HALF))
-    assert error <= most
+    assert error <= 1.2
     assert error < in_half
     kept, kept_in_half = (measures.residual_bytes(in_bfloat16(network, rules=r), *drawn(48, 0)) for r in (None, HALF))
     assert kept == kept_in_half
@@ -258,7 +261,7 @@ def test_a_stream_may_be_scaled_and_normalised(each, most, scan):
 @pytest.mark.parametrize("wrap", [jax.checkpoint, lambda layer: jax.checkpoint(jax.jit(layer))], ids=["", "jit"])
 def test_a_stream_that_a_checkpoint_scales_is_outside_of_it(name, wrap):
     """Up to 3.8 times by hand after 48 layers, whose sums a checkpoint rounded."""
-    network = network_of(wrap(STATES[name][0]))
+    network = network_of(wrap(STATES[name]))
     assert errors_of(network, 48, in_bfloat16)[0] <= 1.2
     kept, kept_in_half = (measures.residual_bytes(in_bfloat16(network, rules=r), *drawn(48, 0)) for r in (None, HALF))
     assert kept == kept_in_half
@@ -266,9 +269,7 @@ def test_a_stream_that_a_checkpoint_scales_is_outside_of_it(name, wrap):
 
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("of_gradient", [False, True])
-@pytest.mark.parametrize(
-    "each", [STATES["scaled"][0], lambda h, w: h + 0.1 * branch(h, w) - 0.01 * h.mean(-1)[:, None]]
-)
+@pytest.mark.parametrize("each", [STATES["scaled"], lambda h, w: h + 0.1 * branch(h, w) - 0.01 * h.mean(-1)[:, None]])
 def test_steps_of_one_map_without_a_loop_may_scale_their_state(each, of_gradient):
     """Up to 4 times by hand after 16 steps, in half."""
 
