@@ -36,7 +36,7 @@ from mpjax.casting.lattice import (
     storage_of,
 )
 from mpjax.casting.packing import mark_gated, mark_packed
-from mpjax.casting.plan import ROUNDED_ONCE, Action, MatmulCounts, Plan, Step, counts_of
+from mpjax.casting.plan import Action, MatmulCounts, Plan, Step, counts_of
 from mpjax.casting.prepare import FORMS, prepared
 from mpjax.casting.remat import with_regions
 from mpjax.casting.scaled import Decision, decide
@@ -284,8 +284,6 @@ class Inference:
             why = f"{why}{scaled}"
         wide = parameters if is_scaled else smaller
         reads = tuple(self.read(v, FULL if i in wide else HALF) for i, v in enumerate(eqn.invars))
-        if rounded_once:
-            why = f"{why}{ROUNDED_ONCE}"
         if primitive(eqn.primitive.name).multiplies:
             for i in smaller:
                 self.read(eqn.invars[i], FULL if rounded_once else HALF)

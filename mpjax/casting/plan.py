@@ -28,9 +28,6 @@ class Action(enum.Enum):
     __hash__ = object.__hash__  # Enum's __hash__ is slow enough to show in trace times.
 
 
-ROUNDED_ONCE = ", rounded once"  # ends the reason of a step that is
-
-
 @dataclasses.dataclass(eq=False, slots=True)  # A frozen dataclass takes four times as long to create.
 class Step:
     """One equation of a program, and how it runs.

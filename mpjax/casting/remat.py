@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage
-from mpjax.casting.plan import ROUNDED_ONCE, Action, Step
+from mpjax.casting.plan import Action, Step
 from mpjax.casting.setting import tracked
 from mpjax.casting.uses import STREAM_ADDITION, Use
 from mpjax.program import compat
@@ -244,7 +244,7 @@ def _in_float32(step: Step) -> Step:
         step,
         reads=tuple(FULL if read == HALF else read for read in step.reads),
         outs=tuple(x and x._replace(storage=FULL) for x in step.outs),
-        why=f"{step.why.removesuffix(ROUNDED_ONCE)}, rounded when it is stored",
+        why=f"{step.why}, rounded when it is stored",
         half=False, broadcast=(), rounded_once=False,
         all_reads=tuple((v, FULL if read == HALF else read) for v, read in step.all_reads),
     )  # fmt: skip

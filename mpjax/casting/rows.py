@@ -142,6 +142,8 @@ def _row(planned: _Planned, takes_gradient: bool) -> Row:
         tuple(_dtype(v, storage, planned.half) for v, storage in pairs if _float(v)) for pairs in (ins, outs)
     )
     listed, why = step.listing.op.value, step.why or step.listing.op.value
+    if step.rounded_once:
+        why = f"{why}, rounded once"
     if planned.packed:
         why = f"{why}; {planned.packed} for {'a further derivative' if takes_gradient else 'the backward pass'}"
     if _kept(step) and site.name not in MATMULS:
