@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -201,14 +202,13 @@ def gated_additions(jaxpr: Any) -> frozenset[Any]:
 
 def _added(flow: Dataflow, eqn: Any) -> Iterator[tuple[Any, int]]:
     """What an addition adds, and by how many gates each is multiplied."""
-    for v in variables(eqn.invars):
-        source = flow.source(v, is_moved_whole)
-        yield source, 0
-        product = flow.maker(source)
+    for v in map(functools.partial(_state, flow), variables(eqn.invars)):
+        yield v, 0
+        product = flow.maker(v)
         if product is not None and primitive(product.primitive.name).multiplies:
             for state, gate in (product.invars, product.invars[::-1]):
                 if _is_gate(flow, gate) and not isinstance(state, compat.Literal):
-                    yield flow.source(state, is_moved_whole), 1
+                    yield _state(flow, state), 1
 
 
 def _is_gate(flow: Dataflow, v: Any) -> bool:
