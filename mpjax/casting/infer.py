@@ -184,7 +184,7 @@ class Inference:
         if value is None:
             self.read(v, TRACED)
             return None
-        value = at_boundary(value, use)
+        value = at_boundary(value, use, self.setting.inlined)
         self.read(v, value.storage)
         return value
 

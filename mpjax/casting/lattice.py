@@ -105,12 +105,15 @@ def softened(level: Level, use: Use) -> Level:
     return Level.HALF if level == Level.FLOAT and use & Use.HALF and not use & Use.AMPLIFIED else level
 
 
-def at_boundary(value: Inferred, use: Use) -> Inferred:
+def at_boundary(value: Inferred, use: Use, inlined: bool = False) -> Inferred:
     """How a sub-jaxpr returns a value: in half if it counts as half, or if every consumer reads half.
 
-    Not if a consumer amplifies its rounding, or a loop sums it up.
+    Not if a consumer amplifies its rounding, or a loop sums it up. What a `jit` returns is rounded as without it: where
+    matmuls alone read it.
     """
     if value.storage == HALF or value.copied or use & (Use.AMPLIFIED | Use.SUMMED):
+        return value
+    if inlined and use & Use.MAY_HALF:
         return value
     if value.level == Level.HALF and use & (Use.HALF | Use.MAY_HALF):
         return Inferred(Level.HALF, HALF)

@@ -17,6 +17,7 @@ from mpjax.casting.scaled import ScaledSetting
 from mpjax.kernels.packed import PACKINGS
 from mpjax.program import compat
 from mpjax.program.graph import NOBODY, Owners
+from mpjax.program.primitives import primitive
 from mpjax.program.source import join, module_of
 
 FLOAT32 = np.dtype(np.float32)
@@ -72,6 +73,7 @@ class Setting:
         scaled: The options of matmuls in formats with scales; None if there are none.
         deep: Whether a residual stream of the program has so many additions that its roundings would add up.
         steps: Whether the program is the body of a loop whose iterations are steps of one map, and no layers.
+        inlined: Whether the program is that of a call which keeps none of its operands: of a `jit`, not a checkpoint.
     """
 
     half: np.dtype
@@ -90,6 +92,7 @@ class Setting:
     scaled: ScaledSetting | None = None
     deep: bool = False
     steps: bool = False
+    inlined: bool = False
 
     def __hash__(self) -> int:
         return self._hash
@@ -141,12 +144,14 @@ class Setting:
         row = self.higher_order[eqn.primitive.name]
         recompute = self.recompute and row.regions_inside
         looped = self.looped or row.is_scan
-        now = (self.region, self.path, self.owners, self.recompute, self.looped, self.invariants)
-        if (region, path, owners, recompute, looped, invariants) == now:
+        inlined = primitive(eqn.primitive.name).call and row.regions_inside
+        now = (self.region, self.path, self.owners, self.recompute, self.looped, self.invariants, self.inlined)
+        if (region, path, owners, recompute, looped, invariants, inlined) == now:
             return self
         return dataclasses.replace(
-            self, region=region, path=path, owners=owners, recompute=recompute, looped=looped, invariants=invariants
-        )
+            self, region=region, path=path, owners=owners, recompute=recompute, looped=looped, invariants=invariants,
+            inlined=inlined,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(eq=False)
