@@ -123,10 +123,10 @@ def at_boundary(value: Inferred, use: Use, inlined: bool = False) -> Inferred:
 
 
 def carried(level: Level, use: Use) -> Inferred:
-    """How a loop carries a value of this level."""
-    if level == Level.FLOAT and use & Use.HALF:
+    """How a loop carries a value of this level: in half if a matmul reads it, and nothing amplifies its rounding."""
+    if level == Level.FLOAT and use & Use.HALF and not use & Use.AMPLIFIED:
         level = Level.HALF
-    return Inferred(level, HALF if level == Level.HALF and use & Use.ANY_HALF else FULL)
+    return Inferred(level, HALF if level == Level.HALF and use & Use.ANY_HALF and not use & Use.AMPLIFIED else FULL)
 
 
 def made_from(eqn: Any) -> Level:
