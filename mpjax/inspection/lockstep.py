@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from mpjax.inspection.reports import by_key
 from mpjax.kernels.staging import cast
 from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
@@ -259,10 +260,7 @@ class ErrorProbe(Probe):
     """Notes the errors of some results."""
 
     def __init__(self, places: Mapping[int, Site], measured: Iterable[Result]):
-        self.measured: dict[int, list[int]] = {}
-        for number, i in sorted(measured):
-            if is_float(places[number].outvars[i]):
-                self.measured.setdefault(number, []).append(i)
+        self.measured = by_key((n, i) for n, i in sorted(measured) if is_float(places[n].outvars[i]))
 
     def equation(
         self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]

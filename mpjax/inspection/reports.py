@@ -27,6 +27,7 @@ _DTYPES = dict.fromkeys(("float16", "bfloat16", "f16", "bf16"), "half") | dict.f
 _DTYPES |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "f8_e4m3fn", "f8_e5m2"), "eighth")
 _NO_BARS: Mapping[int, float] = {}
 Key = TypeVar("Key")
+Row = TypeVar("Row")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,10 +254,8 @@ def folded(names: Iterable[str]) -> dict[str, str]:
         >>> set(folded(f"blocks/{i}/up" for i in range(12)).values())
         {'blocks/[0-11]/up'}
     """
-    numbers: dict[str, list[tuple[int, ...]]] = {}
     patterns = {name: re.sub(r"\d+", "#", name) for name in names}
-    for name, pattern in patterns.items():
-        numbers.setdefault(pattern, []).append(tuple(map(int, re.findall(r"\d+", name))))
+    numbers = by_key((pattern, tuple(map(int, re.findall(r"\d+", name)))) for name, pattern in patterns.items())
     return {name: _named(pattern, numbers[pattern]) for name, pattern in patterns.items()}
 
 
@@ -285,6 +284,19 @@ def _named(pattern: str, numbers: Sequence[tuple[int, ...]]) -> str:
             text = f"[{found[0]}-{found[-1]}]" if together else f"[{','.join(map(str, found))}]"
         first += text + part
     return first
+
+
+def by_key(rows: Iterable[tuple[Key, Row]]) -> dict[Key, list[Row]]:
+    """The rows of each key. Keys keep the order of their first occurrence.
+
+    Example:
+        >>> by_key([("float16", 4), ("float32", 1), ("float16", 2)])
+        {'float16': [4, 2], 'float32': [1]}
+    """
+    found: dict[Key, list[Row]] = {}
+    for key, row in rows:
+        found.setdefault(key, []).append(row)
+    return found
 
 
 def totals(rows: Iterable[tuple[Key, Any]]) -> dict[Key, Any]:

@@ -13,7 +13,7 @@ import jax.extend
 import numpy as np
 
 from mpjax.inspection.profiling.hlo import HloModule, Line, iterations, module_path, sizes
-from mpjax.inspection.reports import Section, added_up, amount
+from mpjax.inspection.reports import Section, added_up, amount, by_key
 from mpjax.program import compat
 from mpjax.program.tracing import TracedCall
 
@@ -104,17 +104,14 @@ def collectives(text: str) -> tuple[Collective, ...]:
 
 def communication_section(rows: Iterable[Collective]) -> Section:
     """The section of the printed report. Collectives that differ only in their module are one row."""
-    merged: dict[tuple[str, str, int], list[Collective]] = {}
-    for row in rows:
-        merged.setdefault((row.op, row.dtype, row.group), []).append(row)
-    cells = []
+    every, cells = list(rows), []
+    merged = by_key(((row.op, row.dtype, row.group), row) for row in every)
     for (op, dtype, group), alike in sorted(merged.items(), key=lambda pair: -_bytes(pair[1])):
         modules = list(dict.fromkeys(row.module for row in alike if row.module))
         more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
         where = (modules[0] if modules else "-") + more
         arrays = sum(row.arrays for row in alike)
         cells.append((op, dtype, str(group or "all"), str(arrays), amount(_bytes(alike), "B"), where))
-    every = [row for alike in merged.values() for row in alike]
     gathered = _bytes(row for row in every if row.op == "all-gather")
     summed = _bytes(row for row in every if row.op in REDUCTIONS)
     in_half = _bytes(row for row in every if row.is_sum_in_half)

@@ -14,7 +14,7 @@ from mpjax.inspection.auditing.matmuls import Finding, Matmul, SpeedupBound, spe
 from mpjax.inspection.auditing.risks import MEANINGS as RISK_MEANINGS
 from mpjax.inspection.auditing.risks import Risk
 from mpjax.inspection.devices import DEVICES, device_of
-from mpjax.inspection.reports import Report, Section, added_up, amount, duration, folded, totals
+from mpjax.inspection.reports import Report, Section, added_up, amount, by_key, duration, folded, totals
 from mpjax.program.source import BACKWARD, FORWARD, RECOMPUTED
 
 # By name: the words that readers see for primitives.
@@ -333,10 +333,7 @@ Faults = TypeVar("Faults", Finding, Risk)
 
 def _alike(faults: Iterable[Faults], key: Callable[[Faults], Any]) -> Iterator[tuple[Faults, str, list[Faults]]]:
     """Groups faults that differ only in location: the first, its location and the number of others, and all."""
-    merged: dict[Any, list[Faults]] = {}
-    for fault in faults:
-        merged.setdefault(key(fault), []).append(fault)
-    for alike in merged.values():
+    for alike in by_key((key(fault), fault) for fault in faults).values():
         first = alike[0]
         more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
         yield first, f"{first.module} {first.source}".strip() + more, alike

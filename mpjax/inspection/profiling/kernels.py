@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from mpjax.inspection.profiling import hlo, profiler_trace, stepping, tensor_cores
 from mpjax.inspection.profiling.profiler_trace import Event, Trace
-from mpjax.inspection.reports import added_up
+from mpjax.inspection.reports import added_up, by_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,9 +149,7 @@ def _by_host(trace: Trace, executions: int, compiling: profiler_trace.Spans) -> 
 
 def _busy(events: Sequence[Event]) -> list[tuple[float, float]]:
     """The times in which a device works. A CPU does so from the start to the end of a program."""
-    runs: dict[int, list[Event]] = {}
-    for i, event in enumerate(events):
-        runs.setdefault(event.run or -i, []).append(event)
+    runs = by_key((event.run or -i, event) for i, event in enumerate(events))
     return profiler_trace.union((min(e.start for e in run), max(e.end for e in run)) for run in runs.values())
 
 

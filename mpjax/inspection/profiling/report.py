@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from mpjax.inspection.profiling import hlo
 from mpjax.inspection.profiling.kernels import Kernel, Split
 from mpjax.inspection.profiling.stepping import Recompilation
-from mpjax.inspection.reports import Report, Section, added_up, amount, duration, folded, totals
+from mpjax.inspection.reports import Report, Section, added_up, amount, by_key, duration, folded, totals
 
 _LEAST_WORK = 0.25
 _FIRST = 3  # Pieces of advice at the top of the report.
@@ -300,10 +300,7 @@ def advise(
         found.append(_advice("recompilation", report.compilation_share, again, remedy))
     # Kernels may overlap, so their times are scaled to add up to the device time.
     scale = report.device_share / (report.kernel_seconds or 1.0)
-    by_limit: dict[str, list[Kernel]] = {}
-    for kernel in report.kernels:
-        by_limit.setdefault(limit_of(kernel, gpu), []).append(kernel)
-    for limit, chosen in by_limit.items():
+    for limit, chosen in by_key((limit_of(kernel, gpu), kernel) for kernel in report.kernels).items():
         if limit in _LIMITS and (report.reliable or limit == "host callbacks"):
             times = totals((kernel.module, kernel.seconds) for kernel in chosen)
             most = max(times, key=lambda module: times[module])
