@@ -33,16 +33,17 @@ class Arguments(NamedTuple):
     batches: Iterable[Any] | None = None
 
 
-def load(reference: str, flag: str = "", home: str = "") -> Any:
-    """Imports the object that `module:name` or `path/to/script.py:name` refers to.
+def load_function(reference: str, flag: str = "", home: str = "", purpose: str = "") -> Callable[..., Any]:
+    """Imports the function that `module:name` or `path/to/script.py:name` refers to.
 
     Args:
         reference: The text. Without a colon, it is a name in the module `home`, if one is given.
         flag: The command-line option it is the value of, for error messages.
         home: The module of the inspected function, as written on the command line.
+        purpose: What the function does, for error messages.
 
     Raises:
-        UsageError: The module or name does not exist, or the import fails.
+        UsageError: The module or name does not exist, the import fails, or the object is not callable.
     """
     source, colon, name = reference.rpartition(":")
     if not colon and home:
@@ -55,18 +56,8 @@ def load(reference: str, flag: str = "", home: str = "") -> Any:
         if not hasattr(found, part):
             raise UsageError(f"{what}: {source} has no {part!r}{_hint(part, found)}")
         found = getattr(found, part)
-    return found
-
-
-def load_function(reference: str) -> Callable[..., Any]:
-    """The function that a reference names.
-
-    Raises:
-        UsageError: The object does not exist or is not callable.
-    """
-    found = load(reference)
     if not callable(found):
-        raise UsageError(f"{reference!r} is {_article(found)}, and should be a function.")
+        raise UsageError(f"{what} is {_article(found)}, and should be a function{purpose}.")
     return found
 
 
@@ -78,11 +69,7 @@ def load_call(reference: str | None, home: str) -> Arguments:
     """
     if reference is None:
         return Arguments((), {})
-    make = load(reference, "--args", home)
-    if not callable(make):
-        raise UsageError(
-            f"--args {reference!r} is {_article(make)}, and should be a function that makes the arguments."
-        )
+    make = load_function(reference, "--args", home, " that makes the arguments")
     try:
         inspect.signature(make).bind()
     except TypeError as error:
@@ -162,11 +149,8 @@ def _module(source: str, what: str) -> ModuleType:
 
 
 def _hint(name: str, found: Any) -> str:
-    functions = (
-        [n for n, value in vars(found).items() if callable(value) and not n.startswith("_")]
-        if hasattr(found, "__dict__")
-        else []
-    )
+    members = getattr(found, "__dict__", {})
+    functions = [n for n, value in members.items() if callable(value) and not n.startswith("_")]
     close = difflib.get_close_matches(name, functions, 1)
     if close:
         return f" (did you mean {close[0]!r}?)."
@@ -220,10 +204,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = _report(tool, options)
         for path, suffix in files:
             getattr(report, f"to_{suffix}")(path)
-    except UsageError as error:
-        return _mistake(str(error), options, error)
-    except Exception as error:  # raised by the function, by a function that returns its arguments, or by the tool
-        return _mistake(_in_one_line(error), options, error)
+    except Exception as error:  # a mistake, or raised by the function, by what makes its arguments, or by the tool
+        if options.traceback:
+            traceback.print_exception(error)
+        print(f"{PROGRAM}: error: {_in_one_line(error)}", file=sys.stderr)
+        return 2
     print(report.text(options.all))
     failure = report.failure()
     if tool.name == "audit" and failure:  # The other reports begin with it.
@@ -278,13 +263,6 @@ def _check_writable(path: str, suffix: str) -> None:
         raise UsageError(f"--{suffix} {path!r}: can't write this file: no such directory, or no permission.")
 
 
-def _mistake(text: str, options: argparse.Namespace, error: Exception) -> int:
-    if options.traceback:
-        traceback.print_exception(error)
-    print(f"{PROGRAM}: error: {text}", file=sys.stderr)
-    return 2
-
-
 _NEEDS_VALUES = (
     "the function needs the values of its arguments (numpy code, float(x), an if): inspections trace it as jax.jit "
     "does, so use jax.numpy, and remove code that prints or logs"
@@ -293,6 +271,8 @@ _NEEDS_VALUES = (
 
 def _in_one_line(error: Exception) -> str:
     """An error and a hint for fixing it, in one line."""
+    if isinstance(error, UsageError):
+        return str(error)
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {first}" if first else type(error).__name__
     if isinstance(error, (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError)):
