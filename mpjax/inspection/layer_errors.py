@@ -14,13 +14,11 @@ from mpjax.casting.classify import default_listing
 from mpjax.inspection.lockstep import Group, Grouped, error_note, grouped
 from mpjax.inspection.ranges.activations import equations_of_gradients
 from mpjax.inspection.reports import Report, Section, folded_rows, percent, short_dtypes
-from mpjax.inspection.trials import Loss, scale_state, trace_to_run
+from mpjax.inspection.trials import Loss, laid_out, scale_state, trace_to_run
 from mpjax.program import compat
 from mpjax.program.dataflow import dataflow
 from mpjax.program.formats import SCALED
-from mpjax.program.graph import lay_out
 from mpjax.program.interpreter import is_float, is_half, is_low
-from mpjax.program.owners import owners_of
 from mpjax.program.primitives import Op, drops_axes, primitive
 from mpjax.program.source import BACKWARD, FORWARD
 
@@ -238,7 +236,7 @@ def layerwise_error(
     state, names = None if loss_scale is None else scale_state(loss_scale), list[str]()
     gradient = Loss(fun, argnums, has_aux, kwargs).with_named_modules().gradient(state, names)
     program = trace_to_run("layerwise_error", gradient, args, {})
-    found = grouped(lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names)))
+    found = grouped(laid_out(program))
     if not any(is_half(v) for place in found.places.values() for v in (*place.invars, *place.outvars)):
         raise ValueError(
             "layerwise_error: nothing in this program is half, so it has no error to show. Give it under "

@@ -23,7 +23,7 @@ from mpjax.loss_scale.state import LossScaleState, find_loss_scale_state
 from mpjax.policy import is_castable
 from mpjax.program import compat, contexts
 from mpjax.program import objects as nnx_calls
-from mpjax.program.graph import Site, lay_out, walk
+from mpjax.program.graph import Block, Site, lay_out, walk
 from mpjax.program.host import in_host_memory
 from mpjax.program.interpreter import (
     COMPILER_OPTIONS,
@@ -45,8 +45,7 @@ from mpjax.program.tracing import TracedCall, traced_call
 
 def trace_to_run(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> TracedCall:
     """Traces a call that will be run. Its arguments must be arrays, not shapes."""
-    program = traced_call(fun, args, kwargs)
-    program.names = argument_names(program, args, kwargs)
+    program = named_call(fun, args, kwargs)
     for name, array in zip(program.names, program.arrays, strict=True):
         if isinstance(array, (jax.ShapeDtypeStruct, jax.core.Tracer)):
             raise TypeError(
@@ -54,6 +53,18 @@ def trace_to_run(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwar
                 f"give arrays, and call {caller} itself outside jit."
             )
     return program
+
+
+def named_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> TracedCall:
+    """A traced call whose arguments have the names of `argument_names`."""
+    program = traced_call(fun, args, kwargs)
+    program.names = argument_names(program, args, kwargs)
+    return program
+
+
+def laid_out(program: TracedCall) -> Block:
+    """The equations of a program, with the modules that own them."""
+    return lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names))
 
 
 def argument_names(program: TracedCall, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
@@ -266,7 +277,7 @@ def rounding_scores(caller: str, loss: Loss, args: Sequence[Any]) -> list[tuple[
         args: The arguments of the call.
     """
     program = trace_to_run(caller, loss.fun, args, dict(loss.kwargs or {}))
-    block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names))
+    block = laid_out(program)
     places = {place.number: place for place in block.places() if not place.blocks and _stores_rounded(place)}
     places = {number: place for number, place in places.items() if any(map(is_low, place.outvars))}
     lows = {n: next(i for i, v in enumerate(p.outvars) if is_low(v)) for n, p in places.items()}

@@ -23,14 +23,12 @@ from mpjax.inspection.ranges.range_statistics import (
     stores_eight_bits,
 )
 from mpjax.inspection.reports import Report, Section, percent
-from mpjax.inspection.trials import Loss, argument_names
+from mpjax.inspection.trials import Loss, laid_out, named_call
 from mpjax.loss_scale.replicas import all_finite
 from mpjax.loss_scale.state import find_loss_scale_state, loss_scale_of
-from mpjax.program.graph import Site, lay_out
+from mpjax.program.graph import Site
 from mpjax.program.interpreter import Instrumented, widened
-from mpjax.program.owners import owners_of
 from mpjax.program.source import BACKWARD
-from mpjax.program.tracing import traced_call
 
 # The columns of a record's statistics.
 COLUMNS = ("amax", "flushed", "zeros", "nonfinite")
@@ -334,9 +332,8 @@ class _Measurement:
 
 def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Measurement:
     names: list[str] = []
-    kwargs = {"mpjax_loss_scale": scale}
-    program = traced_call(loss.gradient_at_any_scale(names), args, kwargs)
-    block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, argument_names(program, args, kwargs)))
+    program = named_call(loss.gradient_at_any_scale(names), args, {"mpjax_loss_scale": scale})
+    block = laid_out(program)
     counts, groups = counted(block, len(names)), grouped(block).groups
     places = (p for p in block.places() if p.number in counts.all and floats(p.outvars))
     # Each against the half dtype in which it is stored or read.

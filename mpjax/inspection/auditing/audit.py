@@ -26,7 +26,7 @@ from mpjax.inspection.auditing.report import PrecisionReport as PrecisionReport
 from mpjax.inspection.auditing.risks import Risk, risks_of
 from mpjax.inspection.devices import device_of, local_device
 from mpjax.inspection.reports import added_up, totals
-from mpjax.inspection.trials import argument_names
+from mpjax.inspection.trials import named_call
 from mpjax.program import compat, contexts
 from mpjax.program.graph import Site, not_entered, operands_read, walk
 from mpjax.program.inlining import Flow, Node, Value, flow_of
@@ -34,7 +34,7 @@ from mpjax.program.interpreter import is_float
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD, SCALED, UPDATE, reason, scopes
-from mpjax.program.tracing import TracedCall, traced_call
+from mpjax.program.tracing import TracedCall
 
 # By name: what each kind of higher-order primitive means for the figures.
 
@@ -87,11 +87,7 @@ def audit(
     kwargs = dict(kwargs or {})
     # An unknown device raises before the program is traced.
     tpu = device_of(device).is_tpu if device is not None else compat.platform() == "tpu"
-    program = traced_call(fun, args, kwargs)
-    program.names = argument_names(program, args, kwargs)
-    owners = owners_of(program.jaxpr, program.names)
-    sites = list(walk(program.jaxpr, owners=owners))
-    flow = flow_of(program.jaxpr, owners)
+    program, flow, sites = _read(fun, args, kwargs)
     matmuls = matmuls_of(sites)
     residuals, kept_in, notes = _residuals(program, flow, sites)
     scores = 0 if tpu else _scores(fun, args, kwargs, residuals, sites)
@@ -114,6 +110,13 @@ def audit(
         tpu=tpu,
         traffic=traffic_gain(sites),
     )
+
+
+def _read(fun: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[TracedCall, Flow, list[Site]]:
+    """The traced call, and its equations in both forms."""
+    program = named_call(fun, args, kwargs)
+    owners = owners_of(program.jaxpr, program.names)
+    return program, flow_of(program.jaxpr, owners), list(walk(program.jaxpr, owners=owners))
 
 
 def _unscaled(sites: list[Site]) -> list[Risk]:
@@ -218,10 +221,8 @@ def _scores(fun: Callable[..., Any], args: Any, kwargs: Any, residuals: list[Val
     trial = Trial({"attention": "fused" if compat.platform() in ("cuda", "gpu") else "xla"})
     with contexts.trial(trial), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The first trace has warned.
-        program = traced_call(fun, args, kwargs)
-    program.names = argument_names(program, args, kwargs)
-    owners = owners_of(program.jaxpr, program.names)
-    fused, _, _ = _residuals(program, flow_of(program.jaxpr, owners), list(walk(program.jaxpr, owners=owners)))
+        read = _read(fun, args, kwargs)
+    fused, _, _ = _residuals(*read)
     # Arrays with an element for each score of an attention that is fused, for all layers of a scan or all devices.
     kept, needed = (
         collections.Counter(v.bytes for v in values if any(v.aval.size % count == 0 for count in trial.scores))

@@ -27,13 +27,12 @@ from mpjax.inspection.ranges.range_statistics import (
 )
 from mpjax.inspection.ranges.report import NumericsReport as NumericsReport
 from mpjax.inspection.ranges.report import Range, Tried
-from mpjax.inspection.trials import Loss, Trial, below_root, scale_state, trace_to_run
+from mpjax.inspection.trials import Loss, Trial, below_root, laid_out, scale_state, trace_to_run
 from mpjax.policy import HALF_DTYPES, Policy, get_policy
 from mpjax.program import compat
-from mpjax.program.graph import Block, Site, lay_out
+from mpjax.program.graph import Block, Site
 from mpjax.program.interpreter import Eager, is_half, is_inexact, widened
 from mpjax.program.linearity import NonlinearRuleWarning
-from mpjax.program.owners import owners_of
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD
 
@@ -165,8 +164,7 @@ class _Measuring:
         consts = compat.open_jaxpr(program.jaxpr).consts
         key = jax.tree.structure(args), *(jax.typeof(x) for x in (*program.arrays, *consts))
         if key not in self.compiled:
-            block = lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names))
-            self.compiled[key] = self._compile(block, names)
+            self.compiled[key] = self._compile(laid_out(program), names)
         compiled = self.compiled[key]
         arrays, consts = map(widened, program.arrays), [*map(widened, consts)]
         outs, notes = compiled.evaluation.block(compiled.block, [*arrays], consts=consts)
