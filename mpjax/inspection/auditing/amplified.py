@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +27,7 @@ from mpjax.program import compat
 from mpjax.program.graph import Site, is_entered
 from mpjax.program.inlining import CONSTANT, INPUT, Flow, Node, Value
 from mpjax.program.interpreter import is_float, is_half
-from mpjax.program.primitives import MATMULS, Op, Primitive, drops_axes, is_product, primitive
+from mpjax.program.primitives import MATMULS, Op, drops_axes, is_product, primitive
 from mpjax.program.source import FORWARD
 
 # By name: how much an operation amplifies is its own formula.
@@ -189,6 +189,7 @@ class _Roundings:
     def _read(self, place: Site, given: Sequence[Facts]) -> None:
         """Notes what an equation amplifies of its operands."""
         row = primitive(place.name)
+        has_pole_at_zero = row.worst.startswith("near") or row.risk == "pow"
         for i, (facts, v) in enumerate(zip(given, place.invars, strict=True)):
             inexact = facts.rounded or facts.matmul
             if inexact and (row.decomposes or row.solve):
@@ -197,7 +198,7 @@ class _Roundings:
                 self._note(place, inexact, "one unit apart is another integer")
             elif facts.rounded and facts.rounded.of_whole and place.name in ("eq", "ne"):
                 self._note(place, facts.rounded, "distinct ones become equal")
-            elif facts.difference and _has_pole_at_zero(row, i):
+            elif facts.difference and (has_pole_at_zero or (row.amplifies == "second" and i == 1)):
                 self._note(place, facts.difference, f"near-equal numbers cancel, and {place.name} reads the difference")
             elif facts.rounded and row.worst and not _is_harmless(place, facts):
                 self._note(place, facts.rounded, f"{place.name} amplifies it {row.worst.replace('_', ' ')}")
@@ -232,21 +233,15 @@ def _makes_indices(place: Site, v: Any) -> bool:
     return target is not None and target.dtype.kind in "iu" and target.dtype.itemsize >= 4
 
 
-def _has_pole_at_zero(row: Primitive, operand: int) -> bool:
-    return row.worst.startswith("near") or row.risk == "pow" or (row.amplifies == "second" and operand == 1)
-
-
 def _result(place: Site, given: Sequence[Facts]) -> Facts:
     """The facts of an equation's result."""
     row, eqn, name = primitive(place.name), place.eqn, place.name
-    out = eqn.outvars[0] if eqn.outvars else None
+    out = next(iter(eqn.outvars), None)
     if out is None or not compat.is_shaped(out.aval) or not isinstance(out.aval.dtype, np.dtype):  # of a random key
         return Facts()
-    low, high = _bounds(place, given)
-    whole = _is_whole(place, given)
-    written, positions = _written(place, given)
-    found = Facts(low=low, high=high, whole=whole, written=written, ids=positions)
-    if row.op is Op.READ or row.op is Op.OPAQUE:
+    (low, high), (written, positions) = _bounds(place, given), _written(place, given)
+    found = Facts(low=low, high=high, whole=_is_whole(place, given), written=written, ids=positions)
+    if row.op in (Op.READ, Op.OPAQUE):
         return found
     if name in MATMULS and not is_product(eqn):
         halves = [facts.fits(v.aval.dtype) for facts, v in zip(given, place.invars, strict=True) if is_half(v)]
@@ -258,15 +253,12 @@ def _result(place: Site, given: Sequence[Facts]) -> Facts:
         operands = given[:1] if row.linear == "first" else given
         found = found._replace(rounded=next((facts.rounded for facts in operands if facts.rounded), None))
     moved = (row.keeps_values or row.exact) and (name != "convert_element_type" or is_half(place.invars[0]))
-    if is_half(out) and not found.rounded and not moved and not _is_exact(found, given, out.aval.dtype):
-        found = found._replace(rounded=Rounding(place, whole))
+    # A constant, or whole numbers that the dtype holds, are not rounded.
+    is_exact = all(facts.is_constant for facts in given) or (is_half(out) and found.fits(out.aval.dtype))
+    if is_half(out) and not found.rounded and not moved and not is_exact:
+        found = found._replace(rounded=Rounding(place, found.whole))
     summed = name == "reduce_sum" or (row.keeps_values and not row.kernel and all(facts.summed for facts in given[:1]))
     return found._replace(difference=_difference(place, given, found), summed=summed)
-
-
-def _is_exact(found: Facts, given: Sequence[Facts], dtype: Any) -> bool:
-    """Whether a half result is not rounded: a constant, or whole numbers that the dtype holds."""
-    return all(facts.is_constant for facts in given) or found.fits(dtype)
 
 
 def _keeps_rounding(place: Site) -> bool:
@@ -338,19 +330,17 @@ def _bounds(place: Site, given: Sequence[Facts]) -> tuple[float, float]:
         return 0.0, params["shape"][params["dimension"]] - 1.0
     if row.bounded:
         return row.bounds
-    if name in _ARITHMETIC:
-        corners = itertools.product(*((facts.low, facts.high) for facts in given))
-        found = [_ARITHMETIC[name](*corner) for corner in corners]
-        found += [0.0] if name == "square" and given[0].low < 0 < given[0].high else []
-        return _no_nan(found)
-    if name == "integer_pow" and params["y"] > 0:
-        found = [facts ** params["y"] for facts in (given[0].low, given[0].high)]
-        return _no_nan([*found, 0.0] if params["y"] % 2 == 0 and given[0].low < 0 < given[0].high else found)
+    corners = itertools.product(*((facts.low, facts.high) for facts in given))
+    is_power = name == "integer_pow" and params["y"] > 0
+    if is_power or name in _ARITHMETIC:
+        function = (lambda a: a ** params["y"]) if is_power else _ARITHMETIC[name]
+        found = [function(*corner) for corner in corners]
+        is_even = name == "square" or (is_power and params["y"] % 2 == 0)
+        return _no_nan([*found, 0.0] if is_even and given[0].low < 0 < given[0].high else found)
     if name == "div" and given[0].low >= 0 and given[1].low >= 0:
         return 0.0, math.inf
-    if name in ("reduce_sum", "cumsum") or (name in MATMULS and name == "dot_general"):
+    if name in ("reduce_sum", "cumsum", "dot_general"):
         terms = _terms(place)
-        corners = itertools.product(*((facts.low, facts.high) for facts in given))
         found = [terms * math.prod(corner) for corner in corners]
         return _no_nan([*found, 0.0] if name == "dot_general" else found)
     if row.keeps_values:
@@ -368,7 +358,6 @@ def _terms(place: Site) -> int:
     return math.prod(shape[d] for d in axes)
 
 
-def _no_nan(corners: Iterable[float]) -> tuple[float, float]:
+def _no_nan(found: Sequence[float]) -> tuple[float, float]:
     """The least and the greatest of the corners of an interval; 0 × inf is unknown."""
-    found = list(corners)
     return (-math.inf, math.inf) if any(map(math.isnan, found)) else (min(found), max(found))

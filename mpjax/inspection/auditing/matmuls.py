@@ -246,17 +246,14 @@ def findings_of(
             found = merged.setdefault(key, new)
             flops = found.flops + row.flops
             merged[key] = dataclasses.replace(found, flops=flops, share=flops / total)
-    order = (DTYPE, DIMENSION, SMALL_DIMENSION, TINY_WORK)
-    return tuple(sorted(merged.values(), key=lambda f: (order.index(f.kind), -f.flops)))
+    return tuple(sorted(merged.values(), key=lambda f: ([*MEANINGS].index(f.kind), -f.flops)))
 
 
 def _faults(row: Matmul, widened: str) -> Iterator[tuple[str, frozenset[int], str]]:
     """The kind, the sizes concerned and the text of each fault."""
     if not row.is_half:
         dtypes = list(dict.fromkeys(row.dtypes))
-        text = f"{' and '.join(dtypes)} operands"
-        if row.precision:
-            text += f" at precision {row.precision}"
+        text = f"{' and '.join(dtypes)} operands" + (f" at precision {row.precision}" if row.precision else "")
         wide = [dtype for dtype in dtypes if jnp.dtype(dtype).itemsize > 2]
         is_mixed = len(wide) < len(dtypes)
         text += f", widened at {widened}" if widened else ""
@@ -272,16 +269,13 @@ def _faults(row: Matmul, widened: str) -> Iterator[tuple[str, frozenset[int], st
     aligned = {"in": "input channels", "out": "output channels"} if "in" in sizes else {n: n for n in "MNK"}
     ragged = {name: sizes[name] for name in aligned if sizes[name] % ALIGNMENT}
     if ragged:
-        text = ", ".join(f"{aligned[n]} = {size}: pad to {_padded(size)}" for n, size in ragged.items())
+        padded = {name: -(-size // ALIGNMENT) * ALIGNMENT for name, size in ragged.items()}
+        text = ", ".join(f"{aligned[n]} = {size}: pad to {padded[n]}" for n, size in ragged.items())
         text += f" ({sizes['groups']} groups)" if "groups" in sizes else ""
         yield DIMENSION, frozenset(ragged.values()), text
     small = {name: sizes[name] for name in "MNK" if sizes[name] <= SMALL}
     if small:
         yield SMALL_DIMENSION, frozenset(small.values()), ", ".join(f"{name} = {size}" for name, size in small.items())
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def casts_of(sites: Iterable[Site]) -> dict[str, tuple[int, int]]:

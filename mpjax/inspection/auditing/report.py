@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -199,10 +198,8 @@ class PrecisionReport(Report):
     def _memory(self) -> str:
         """What is kept for the backward pass, what of it fused attention would save, and the casts."""
         kept = dict(sorted((self.residuals or {}).items(), key=lambda pair: -pair[1]))
-        size, dtypes = (
-            amount(sum(kept.values()), "B"),
-            ", ".join(f"{amount(n, 'B')} {name}" for name, n in kept.items()),
-        )
+        size = amount(sum(kept.values()), "B")
+        dtypes = ", ".join(f"{amount(n, 'B')} {name}" for name, n in kept.items())
         lines = [f"kept for the backward pass: {size}" + (f" ({dtypes})" if dtypes else "")]
         if self.residuals is None:
             lines = ["kept for the backward pass: not known, see the notes"]
@@ -220,7 +217,8 @@ class PrecisionReport(Report):
             in_float8 = f" ({self.float8_share:.1%} in float8)" if self.float8_share else ""
             total = amount(sum(self.flops.values()), "FLOP")
             answer = f"{self.name}: {self.half_share:.1%} in half{in_float8}, of {total}"
-        for worst, where, _ in itertools.islice(_alike(self.risks, lambda risk: risk.kind), 1):
+        if self.risks:
+            worst, where, _ = next(_alike(self.risks, lambda risk: risk.kind))
             kinds = len({risk.kind for risk in self.risks})
             of_kinds = f" of {kinds} kinds" if kinds > 1 else ""
             answer += f"; {len(self.risks)} risks{of_kinds}, first" if len(self.risks) > 1 else "; one risk:"
@@ -234,11 +232,8 @@ class PrecisionReport(Report):
             (dtype, *(_cell(phases[phase].get(dtype, 0)) for phase in _PHASES), f"{flops / total:.1%}")
             for dtype, flops in sorted(self.flops.items(), key=lambda pair: -pair[1])
         ]
-        lines = [
-            self._answer(),
-            *dict.fromkeys(risk.why for risk in self.risks if risk.kind == "unscaled"),
-            *self._to_do(),
-        ]
+        unscaled = dict.fromkeys(risk.why for risk in self.risks if risk.kind == "unscaled")
+        lines = [self._answer(), *unscaled, *self._to_do()]
         if self.devices > 1:
             each = amount(total / self.devices, "FLOP")
             lines.append(f"{amount(total, 'FLOP')} in total on {self.devices} devices ({each} per device)")
@@ -275,34 +270,23 @@ class PrecisionReport(Report):
             (module or "-", source, _OPS.get(op, op), dtype, *map(_cell, flops))
             for (module, source, op, dtype), flops in sorted(places.items(), key=lambda pair: -sum(pair[1]))
         ]
-        columns = "module|line|op|operands|>forward|>backward"
-        return Section("By module and line", "", columns, rows)
+        return Section("By module and line", "", "module|line|op|operands|>forward|>backward", rows)
 
     def _findings(self) -> Section:
         title = "Not in one bfloat16 pass" if self.tpu else "Not on Tensor Cores, or not at their speed"
-        if not self.findings:
-            return Section(title, "nothing")
         rows = [
             (first.kind, where, _OPS.get(first.op, first.op), f"{sum(f.share for f in alike):.1%}", first.why)
             for first, where, alike in _alike(self.findings, lambda f: (f.kind, f.op, f.why))
         ]
-        text = _legend(TPU_MEANINGS if self.tpu else MATMUL_MEANINGS, self.findings)
+        text = _legend(TPU_MEANINGS if self.tpu else MATMUL_MEANINGS, self.findings) or "nothing"
         return Section(title, text, "kind|where|op|%FLOPs|why", rows)
 
     def _risks(self) -> Section:
-        if not self.risks:
-            return Section("Risks in half", "none")
         rows = [
-            (
-                risk.kind,
-                where,
-                _OPS.get(risk.op, risk.op),
-                risk.dtype,
-                "" if risk.why == RISK_MEANINGS[risk.kind] else risk.why,
-            )
-            for risk, where, _ in _alike(self.risks, lambda r: (r.kind, r.op, r.dtype, r.why))
+            (r.kind, where, _OPS.get(r.op, r.op), r.dtype, "" if r.why == RISK_MEANINGS[r.kind] else r.why)
+            for r, where, _ in _alike(self.risks, lambda risk: (risk.kind, risk.op, risk.dtype, risk.why))
         ]
-        text = _legend(RISK_MEANINGS, self.risks)
+        text = _legend(RISK_MEANINGS, self.risks) or "none"
         return Section("Risks in half", text, "kind|where|op|dtype|why", rows)
 
     def _speed(self) -> Section:

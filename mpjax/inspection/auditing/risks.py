@@ -85,7 +85,9 @@ def risks_of(flow: Flow, original: Callable[[], TracedCall]) -> tuple[Risk, ...]
     """
     nodes = flow.eqns
     of_amplified, known = amplified(flow)
-    found = [("unscaled", node.site, "float16", MEANINGS["unscaled"]) for node in nodes if _is_unscaled(node)]
+    # They mark a float16 backward pass without loss scaling.
+    marks = (each.site for each in nodes if each.site.name == "unscaled" and each.site.eqn.params.get("backward"))
+    found = [("unscaled", site, "float16", MEANINGS["unscaled"]) for site in marks]
     if any(v.aval.dtype == np.float16 for node in nodes for v in node.writes if is_float(v)):
         found += [("unchecked", site, "float16", MEANINGS["unchecked"]) for site in unchecked(flow)]
     roundings = [*_amplified(of_amplified)]
@@ -93,15 +95,7 @@ def risks_of(flow: Flow, original: Callable[[], TracedCall]) -> tuple[Risk, ...]
     for node in nodes:
         found += _constants(node, known)
     found += _lost(nodes, lost_constants((node.site for node in nodes), original))
-    found += _norms(flow)
-    found += _updates(flow, known)
-    found += _accumulators(flow)
-    return _merged(found)
-
-
-def _is_unscaled(node: Node) -> bool:
-    """Whether it marks a float16 backward pass without loss scaling."""
-    return bool(node.site.eqn.params.get("backward", False)) and node.site.name == "unscaled"
+    return _merged([*found, *_norms(flow), *_updates(flow, known), *_accumulators(flow)])
 
 
 RiskySite = tuple[str, Site, str, str]  # kind, site, dtype, why
@@ -135,9 +129,7 @@ def _passes(node: Node) -> bool:
 
 def _risky(node: Node) -> str:
     """The half dtype that a risky operation reads; empty for other operations."""
-    if not primitive(node.site.name).risk:
-        return ""
-    if drops_axes(node.site.eqn):
+    if not primitive(node.site.name).risk or drops_axes(node.site.eqn):
         return ""
     return next((v.aval.dtype.name for v in node.reads if is_half(v)), "")
 
@@ -225,9 +217,8 @@ def _norms(flow: Flow) -> Iterator[RiskySite]:
             yield node
 
     def is_square(node: Node) -> bool:
-        return node.site.name == "square" or (
-            node.site.eqn.params.get("y") == 2 or (node.site.name == "mul" and node.reads[0] is node.reads[1])
-        )
+        is_product = node.site.name == "mul" and node.reads[0] is node.reads[1]
+        return node.site.name == "square" or node.site.eqn.params.get("y") == 2 or is_product
 
     for node in flow.eqns:
         if node.site.name == "sqrt" and node.reads[0].aval.dtype == np.float16:
@@ -251,9 +242,8 @@ _SMALL_FACTOR, _KEEPING_FACTOR = 0.05, 0.9
 def _updates(flow: Flow, known: dict[Value, Facts]) -> Iterator[RiskySite]:
     """Results that add a small multiple of a value to a half argument: updates that half may round away."""
 
-    def source(value: Value) -> Value:
-        found: Value = flow.source(value, lambda node: primitive(node.site.name).moves)
-        return found
+    def source(value: Value) -> Any:
+        return flow.source(value, lambda node: primitive(node.site.name).moves)
 
     def factor(value: Value) -> tuple[float, Value | None]:
         """The known magnitude of a product's constant factor, and its other factor."""
@@ -295,16 +285,14 @@ def _accumulators(flow: Flow) -> Iterator[RiskySite]:
         terms = [flow.source(v, _passes) for v in node.reads] if node is not None else []
         makers = [maker for v in terms if (maker := flow.maker(v)) is not None]
         of_gradients = any(maker.site.phase == BACKWARD for maker in makers)
-        is_added = node is not None and primitive(node.site.name).adds and any(map(_is_half_input, terms))
+        is_added = (
+            node is not None and primitive(node.site.name).adds and any(v.kind == INPUT and is_half(v) for v in terms)
+        )
         if is_added and (of_gradients or _is_reduction(flow, terms)):
             yield "accumulator", node.site, dtype.name, _summed("calls", dtype)
         elif of_gradients and node.site.name == "reduce_sum" and dtype == np.float16:
             yield "sum", node.site, dtype.name, "a sum of gradients that is cast to float16, which overflows at 65504"
     yield from _unrolled(flow)
-
-
-def _is_half_input(v: Value) -> bool:
-    return v.kind == INPUT and is_half(v)
 
 
 def _is_reduction(flow: Flow, terms: Iterable[Value]) -> bool:
@@ -394,5 +382,4 @@ def _merged(found: Iterable[RiskySite]) -> tuple[Risk, ...]:
         risk = merged.setdefault(key, Risk(kind, *_place(site), op, dtype, (), 0, why))
         phases = tuple(dict.fromkeys((*risk.phases, site.phase)))
         merged[key] = dataclasses.replace(risk, phases=phases, count=risk.count + site.times)
-    order = list(MEANINGS)
-    return tuple(sorted(merged.values(), key=lambda risk: order.index(risk.kind)))
+    return tuple(sorted(merged.values(), key=lambda risk: [*MEANINGS].index(risk.kind)))
