@@ -236,7 +236,7 @@ def _makes_indices(place: Site, v: Any) -> bool:
 def _result(place: Site, given: Sequence[Facts]) -> Facts:
     """The facts of an equation's result."""
     row, eqn, name = primitive(place.name), place.eqn, place.name
-    out = next(iter(eqn.outvars), None)
+    out = eqn.outvars[0] if eqn.outvars else None
     if out is None or not compat.is_shaped(out.aval) or not isinstance(out.aval.dtype, np.dtype):  # of a random key
         return Facts()
     (low, high), (written, positions) = _bounds(place, given), _written(place, given)

@@ -246,7 +246,7 @@ def findings_of(
             found = merged.setdefault(key, new)
             flops = found.flops + row.flops
             merged[key] = dataclasses.replace(found, flops=flops, share=flops / total)
-    return tuple(sorted(merged.values(), key=lambda f: ([*MEANINGS].index(f.kind), -f.flops)))
+    return tuple(sorted(merged.values(), key=lambda f: (list(MEANINGS).index(f.kind), -f.flops)))
 
 
 def _faults(row: Matmul, widened: str) -> Iterator[tuple[str, frozenset[int], str]]:

@@ -242,7 +242,7 @@ _SMALL_FACTOR, _KEEPING_FACTOR = 0.05, 0.9
 def _updates(flow: Flow, known: dict[Value, Facts]) -> Iterator[RiskySite]:
     """Results that add a small multiple of a value to a half argument: updates that half may round away."""
 
-    def source(value: Value) -> Any:
+    def source(value: Value) -> Value:
         return flow.source(value, lambda node: primitive(node.site.name).moves)
 
     def factor(value: Value) -> tuple[float, Value | None]:
@@ -285,9 +285,8 @@ def _accumulators(flow: Flow) -> Iterator[RiskySite]:
         terms = [flow.source(v, _passes) for v in node.reads] if node is not None else []
         makers = [maker for v in terms if (maker := flow.maker(v)) is not None]
         of_gradients = any(maker.site.phase == BACKWARD for maker in makers)
-        is_added = (
-            node is not None and primitive(node.site.name).adds and any(v.kind == INPUT and is_half(v) for v in terms)
-        )
+        reads_input = any(v.kind == INPUT and is_half(v) for v in terms)
+        is_added = node is not None and primitive(node.site.name).adds and reads_input
         if is_added and (of_gradients or _is_reduction(flow, terms)):
             yield "accumulator", node.site, dtype.name, _summed("calls", dtype)
         elif of_gradients and node.site.name == "reduce_sum" and dtype == np.float16:
@@ -382,4 +381,4 @@ def _merged(found: Iterable[RiskySite]) -> tuple[Risk, ...]:
         risk = merged.setdefault(key, Risk(kind, *_place(site), op, dtype, (), 0, why))
         phases = tuple(dict.fromkeys((*risk.phases, site.phase)))
         merged[key] = dataclasses.replace(risk, phases=phases, count=risk.count + site.times)
-    return tuple(sorted(merged.values(), key=lambda risk: [*MEANINGS].index(risk.kind)))
+    return tuple(sorted(merged.values(), key=lambda risk: list(MEANINGS).index(risk.kind)))
