@@ -95,6 +95,11 @@ def argument_name(name: str) -> str:
     return ("args" if name.startswith("[0]") else "kwargs") + name[3:]
 
 
+def replaced(items: Sequence[Any], places: Iterable[int], new: Iterable[Any]) -> list[Any]:
+    """The items, with others at some places."""
+    return [*(dict(enumerate(items)) | dict(zip(places, new, strict=True))).values()]
+
+
 def scale_state(loss_scale: Any) -> LossScaleState:
     """A loss scale state, made from a number or found in a tree."""
     if isinstance(loss_scale, (int, float, np.number)) or (hasattr(loss_scale, "shape") and loss_scale.shape == ()):
@@ -144,11 +149,11 @@ class Loss:
 
         def gradient(*args: Any) -> Any:
             positions = [i % len(args) for i in ([self.argnums] if isinstance(self.argnums, int) else self.argnums)]
+
+            def call(*args: Any) -> Any:
+                return self._checked(self.fun(*args, **(self.kwargs or {})))
+
             if any(contains_nnx_object(args[i]) for i in positions):
-
-                def call(*args: Any) -> Any:
-                    return self._checked(self.fun(*args, **(self.kwargs or {})))
-
                 value, grads = value_and_grad(call, state, argnums=self.argnums, has_aux=self.has_aux)(*args)
             else:
                 # An Equinox model is a tree of arrays and functions. Its floating arrays are the parameters.
@@ -156,18 +161,11 @@ class Loss:
                 moving = [i for i, leaf in enumerate(leaves) if is_castable(leaf)]
 
                 def of_leaves(params: Sequence[Any]) -> Any:
-                    filled, given = list(leaves), list(args)
-                    for i, leaf in zip(moving, params, strict=True):
-                        filled[i] = leaf
-                    for i, arg in zip(positions, jax.tree.unflatten(tree, filled), strict=True):
-                        given[i] = arg
-                    return self._checked(self.fun(*given, **(self.kwargs or {})))
+                    filled = jax.tree.unflatten(tree, replaced(leaves, moving, params))
+                    return call(*replaced(args, positions, filled))
 
                 value, found = value_and_grad(of_leaves, state, has_aux=self.has_aux)([leaves[i] for i in moving])
-                filled = [None] * len(leaves)
-                for i, grad in zip(moving, found, strict=True):
-                    filled[i] = grad
-                grads = jax.tree.unflatten(tree, filled)
+                grads = jax.tree.unflatten(tree, replaced([None] * len(leaves), moving, found))
                 grads = grads[0] if isinstance(self.argnums, int) else grads
             with_paths = jax.tree_util.tree_flatten_with_path(grads)[0]
             paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in with_paths]
@@ -278,8 +276,8 @@ def rounding_scores(caller: str, loss: Loss, args: Sequence[Any]) -> list[tuple[
     """
     program = trace_to_run(caller, loss.fun, args, dict(loss.kwargs or {}))
     block = laid_out(program)
-    places = {place.number: place for place in block.places() if not place.blocks and _stores_rounded(place)}
-    places = {number: place for number, place in places.items() if any(map(is_low, place.outvars))}
+    sites = (place for place in block.places() if not place.blocks and _stores_rounded(place))
+    places = {place.number: place for place in sites if any(map(is_low, place.outvars))}
     lows = {n: next(i for i, v in enumerate(p.outvars) if is_low(v)) for n, p in places.items()}
     first = next(i for i, v in enumerate(block.outvars) if compat.is_inexact(v.aval) and not v.aval.shape)
     arrays, consts = [widened(x) for x in program.arrays], [widened(x) for x in block.consts]

@@ -26,7 +26,7 @@ from mpjax.inspection.auditing.report import PrecisionReport as PrecisionReport
 from mpjax.inspection.auditing.risks import Risk, risks_of
 from mpjax.inspection.devices import device_of, local_device
 from mpjax.inspection.reports import added_up, totals
-from mpjax.inspection.trials import named_call
+from mpjax.inspection.trials import named_call, replaced
 from mpjax.program import compat, contexts
 from mpjax.program.graph import Site, not_entered, operands_read, walk
 from mpjax.program.inlining import Flow, Node, Value, flow_of
@@ -249,10 +249,7 @@ def gradient_of(program: TracedCall) -> Callable[..., Any] | None:
 
     def gradient(*arrays: Any) -> Any:
         def results(chosen: list[Any]) -> list[Any]:
-            filled = list(arrays)
-            for i, x in zip(first, chosen, strict=True):
-                filled[i] = x
-            outputs = call(*filled)
+            outputs = call(*replaced(arrays, first, chosen))
             return [outputs[i] for i in outs]
 
         values, pullback = jax.vjp(results, [arrays[i] for i in first])
