@@ -13,11 +13,12 @@ import numpy as np
 from mpjax.casting.classify import default_listing
 from mpjax.inspection.lockstep import Group, Grouped, error_note, grouped
 from mpjax.inspection.ranges.activations import equations_of_gradients
-from mpjax.inspection.reports import Report, Section, folded_rows, percent, short_dtypes
+from mpjax.inspection.reports import Report, Section, by_key, folded_rows, percent, short_dtypes
 from mpjax.inspection.trials import Loss, laid_out, scale_state, trace_to_run
 from mpjax.program import compat
 from mpjax.program.dataflow import dataflow
 from mpjax.program.formats import SCALED
+from mpjax.program.graph import Site
 from mpjax.program.interpreter import is_float, is_half, is_low
 from mpjax.program.primitives import Op, drops_axes, primitive
 from mpjax.program.source import BACKWARD, FORWARD
@@ -283,16 +284,16 @@ def _modules(found: Grouped, notes: Mapping[Any, Any], parameters: int) -> list[
     # The sum that is the gradient of a half bias is rounded once, as the gradient of a half weight is.
     graph = dataflow(found.block.jaxpr)
     of_biases = {id(graph.maker(graph.source(v, _passes_on))) for v in found.block.jaxpr.outvars[:parameters]}
-    dtypes: dict[Group, dict[str, None]] = {group: {} for group in groups.values()}
-    denied: dict[Group, dict[str, None]] = {group: {} for group in groups.values()}
-    for number, place in places.items():
-        low = [v.aval.dtype.name for v in place.eqn.outvars if is_low(v)]
-        dtypes[groups[number]].update(dict.fromkeys(low))
+    by_group = by_key((groups[number], place) for number, place in places.items())
+
+    def is_denied(place: Site) -> bool:
         # The precision of a scaled matmul's backward pass says how it accumulates.
-        is_scaled = any(is_low(v) and not is_half(v) for v in place.eqn.invars)
+        is_scaled = any(is_low(v) and not is_half(v) for v in place.invars)
         is_sum_of_bias = id(place.eqn) in of_biases or drops_axes(place.eqn)
-        if low and not is_scaled and not is_sum_of_bias and default_listing(place.eqn).op is Op.DENY:
-            denied[groups[number]][place.name] = None
+        if is_scaled or is_sum_of_bias or not any(map(is_low, place.outvars)):
+            return False
+        return default_listing(place.eqn).op is Op.DENY
+
     # A module's arrays, by pass. The gradients of its parameters count as one array, because a single gradient may be
     # pure rounding error: that of a bias before a normalisation is zero in exact arithmetic.
     arrays: dict[tuple[Group, bool], dict[Any, list[Any]]] = {}
@@ -302,13 +303,13 @@ def _modules(found: Grouped, notes: Mapping[Any, Any], parameters: int) -> list[
         arrays.setdefault((groups[number], backward), {}).setdefault(together, []).append((number, note))
     rows = []
     for group in dict.fromkeys(group for group, _ in arrays):
-        passed_on = {backward: arrays.get((group, backward), {}).values() for backward in (False, True)}
-        own = {backward: _largest(passed_on[backward], 2) for backward in passed_on}
-        total = {backward: _largest(passed_on[backward], 1) for backward in passed_on}
-        site = places[max(own.values())[1]]
-        errors = own[False][0], own[True][0], total[False][0], total[True][0]
-        where = site.name, site.source, tuple(denied[group])
-        rows.append(LayerError(group.name, group.path, tuple(dtypes[group]), *errors, *where))
+        passed_on = [arrays.get((group, backward), {}).values() for backward in (False, True)]
+        own, total = ([_largest(each, which) for each in passed_on] for which in (2, 1))
+        site, errors = places[max(own)[1]], (own[0][0], own[1][0], total[0][0], total[1][0])
+        dtypes = dict.fromkeys(v.aval.dtype.name for p in by_group[group] for v in p.outvars if is_low(v))
+        denied = dict.fromkeys(place.name for place in by_group[group] if is_denied(place))
+        where = site.name, site.source, tuple(denied)
+        rows.append(LayerError(group.name, group.path, tuple(dtypes), *errors, *where))
     return sorted(
         rows, key=lambda row: (not (row.denied and row.error), -row.error, -row.total_forward - row.total_backward)
     )
@@ -330,10 +331,10 @@ def _jump(found: Grouped, arrays: Sequence[Any], error: float) -> Jump | None:
     notes = jax.device_get(found.evaluated(arrays, results)[1])
     errors = {(number, i): _error([note], 1) for (_, number, i), note in notes.items()}
     for number, place in places.items():
-        carried = sum(is_float(v) for v in place.invars if isinstance(v, compat.Var)) - len(found.reads.get(number, ()))
-        if place.loops and carried > 0:
+        reads = found.reads.get(number, ())
+        if place.loops and sum(is_float(v) for v in place.invars if isinstance(v, compat.Var)) > len(reads):
             continue  # It reads the state of a loop, whose error is that of all iterations.
-        before = max((errors.get(read, 0.0) for read in found.reads.get(number, ())), default=0.0)
+        before = max((errors.get(read, 0.0) for read in reads), default=0.0)
         after = max((errors.get((number, i), 0.0) for i in range(len(place.outvars))), default=0.0)
         if after >= max(_FACTOR * max(before, rounding), _SHARE * min(error, 1.0)):
             return Jump(place.path, place.source, place.name, before, after)

@@ -72,8 +72,7 @@ def grouped(block: Block) -> Grouped:
     """The groups of a program, and their results that other groups read or that the program returns."""
     groups, places = dict(_groups(block, None)), {place.number: place for place in block.places()}
     readers = _Readers(groups)
-    outs = readers.block(block, [None] * len(block.jaxpr.invars))
-    readers.passed_on.update(producers for producers in outs if producers is not None)
+    readers.run(block)
     return Grouped(block, places, groups, frozenset(readers.passed_on), readers.reads, readers.own)
 
 
@@ -123,24 +122,27 @@ class _Readers:
         env = block.environment(ins, [None] * len(block.jaxpr.constvars))
         return evaluate(block, env, self._rule, lambda literal, place: None)
 
+    def run(self, block: Block) -> None:
+        """Passes on the results of a block, whose inputs no group computes."""
+        self.passed_on.update(filter(None, self.block(block, [None] * len(block.jaxpr.invars))))
+
     def _rule(self, place: Site, producers: Sequence[Any]) -> Sequence[Any]:
         if is_transparent(place):
             return self.block(place.blocks[0], producers)
         if passes_through(place) and producers[0] is not None:
             return producers[:1]
-        inside, outvars, group = bool(place.blocks), place.eqn.outvars, self.groups[place.number]
+        inside, group = bool(place.blocks), self.groups[place.number]
         if passes_through(place):
             self.moved.add((place.number, 0))
-        self.reads[place.number] = tuple(producer for producer in producers if producer is not None)
+        self.reads[place.number] = tuple(filter(None, producers))
         is_same = [p is not None and self.groups[p[0]] == group for p in producers]
         self.own[place.number] = tuple(same and p not in self.moved for same, p in zip(is_same, producers, strict=True))
         self.passed_on.update(
             p for same, p in zip(is_same, producers, strict=True) if p is not None and (inside or not same)
         )
         for body in place.blocks:
-            outs = self.block(body, [None] * len(body.jaxpr.invars))
-            self.passed_on.update(producer for producer in outs if producer is not None)
-        return [None if inside else (place.number, i) for i in range(len(outvars))]
+            self.run(body)
+        return [None if inside else (place.number, i) for i in range(len(place.outvars))]
 
 
 ErrorNote = tuple[Any, Any, Any]  # largest magnitude, sums of squares in units of it, counts of inf or NaN in half only
@@ -265,12 +267,8 @@ class ErrorProbe(Probe):
     def equation(
         self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
-        measured = [(i, outs[i]) for i in self.measured.get(place.number, ())]
-        return {
-            ("error", place.number, i): error_note(*x)
-            for i, x in measured
-            if not (x.half is x.exact and x.fresh is x.exact)
-        }
+        measured = {("error", place.number, i): outs[i] for i in self.measured.get(place.number, ())}
+        return {key: error_note(*x) for key, x in measured.items() if not (x.half is x.fresh is x.exact)}
 
     def keys(self, block: Block) -> Sequence[Key]:
         numbers = (n for n in self.measured if block.start <= n < block.end)
