@@ -158,9 +158,10 @@ class _Examined:
 
     def _alike(self, fault: Provenance | None) -> set[int]:
         """The equation of a fault, and the same operation of the same line in repeated layers."""
-        here = None if fault is None else self.places[fault.number]
-        others = (place for place in self.places.values() if here is not None and place.name == here.name)
-        return {place.number for place in others if here is not None and place.source == here.source}
+        if fault is None:
+            return set()
+        here = self.places[fault.number]
+        return {n for n, p in self.places.items() if p.name == here.name and p.source == here.source}
 
 
 def _search(program: _Examined) -> tuple[Provenance | None, Sequence[int]]:
@@ -247,7 +248,7 @@ def _examined(
     flow = program.flow
     node = next(node for node in flow.eqns if node.site.eqn is eqn and node.site.phase == place.phase)
     derivative = _is_derivative(flow, node)
-    element = tuple(int(i) for i in np.unravel_index(index, out.shape)) if out.shape else ()
+    element = tuple(map(int, np.unravel_index(index, out.shape)))
     value = float(there["value"]) if reached else None
     kind = "nan" if np.isnan(here["value"]) else "inf"
     fine = math.isfinite(here["float32"] if value is None else value)
@@ -279,7 +280,7 @@ def _examined(
         float32_is_fine=functools.partial(_float32_is_fine, original),
     )
     numbers = [v.aval for v in eqn.invars if is_number(v)]
-    iteration = fault.indices(program.places)
+    iteration, where = fault.indices(program.places), map(int, np.unravel_index(device, tuple(axes.values())))
     return NonFinite(
         primitive=place.name,
         module=place.path,
@@ -296,14 +297,9 @@ def _examined(
         count=int(here["count"]),
         element=element,
         float32_value=value,
-        device=_coordinates(device, axes) if axes else None,
+        device=", ".join(f"{axis}={i}" for axis, i in zip(axes, where, strict=True)) or None,
         unseen=block.not_entered(),
     )
-
-
-def _coordinates(device: int, axes: dict[str, int]) -> str:
-    indices = np.unravel_index(device, tuple(axes.values()))
-    return ", ".join(f"{axis}={int(i)}" for axis, i in zip(axes, indices, strict=True))
 
 
 def _lost_constants(program: _Examined, node: Node, original: Callable[[], TracedCall], ones: bool) -> tuple[str, bool]:
@@ -379,18 +375,13 @@ def _primal(flow: Flow) -> set[int]:
     for node in reversed(flow.nodes):
         # The value of a function of which only the gradient is used has no reader, or is not computed at all.
         is_read = any(v in flow.readers or v in flow.returned for v in node.writes)
-        is_value = not live.isdisjoint(node.writes) or not is_read or _computes_values(node.site)
+        # No derivative of an elementwise operation has matmuls or reductions.
+        computes = node.site.name in MATMULS or primitive(node.site.name).kernel
+        is_value = not live.isdisjoint(node.writes) or not is_read or computes
         if node.site.phase != BACKWARD and is_value:
             found.update(id(each.site.eqn) for each in (node, *node.inside))
             live.update(node.reads)
     return found
-
-
-def _computes_values(place: Site) -> bool:
-    """Whether an equation of the forward pass computes the value, whatever reads it: no derivative of an elementwise
-    operation has matmuls or reductions.
-    """
-    return place.name in MATMULS or primitive(place.name).kernel
 
 
 def _is_where_gradient(program: _Examined, fault: Provenance, outs: Sequence[int]) -> bool:
@@ -426,7 +417,7 @@ def _in_argument(program: _Examined, index: int) -> NonFinite:
     array = jnp.asarray(program.leaves[index])
     first, count, is_nan = map(int, jax.device_get(_first_bad(array)))
     kind = "nan" if is_nan else "inf"
-    element = tuple(int(i) for i in np.unravel_index(first, array.shape)) if array.shape else ()
+    element = tuple(map(int, np.unravel_index(first, array.shape)))
     half = f" (it is {array.dtype}: it may have overflowed when it was cast)" if array.dtype in HALF_DTYPES else ""
     return NonFinite(
         primitive="argument",

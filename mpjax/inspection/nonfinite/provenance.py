@@ -73,7 +73,7 @@ class WatchProbe(Probe):
         name = place.name
         if name == "is_finite":
             return {_FOUND: ~jnp.all(outs[0])}
-        if name == "ne" and place.eqn.invars[0] is place.eqn.invars[1]:
+        if name == "ne" and _compares_itself(place):
             return {_FOUND: jnp.any(outs[0])}
         return {}
 
@@ -183,11 +183,9 @@ def _scalars(block: Block) -> list[Key]:
 
 
 def _arrays(block: Block) -> list[Key]:
-    keys: list[Key] = []
-    for place in _level(block):
-        if place.is_loop and place.blocks:
-            keys += [("iterations", place.number), *(("slices", place.number, i) for i in _sliced(place))]
-    return keys
+    loops = [place for place in _level(block) if place.is_loop and place.blocks]
+    slices = {place.number: [("slices", place.number, i) for i in _sliced(place)] for place in loops}
+    return [key for number, keys in slices.items() for key in (("iterations", number), *keys)]
 
 
 def _sliced(place: Site) -> list[int]:
@@ -343,9 +341,9 @@ class _Replay:
                 outs.append(self._address(int(iteration.notes["code", place.number, i]), given, own, row.keeps_values))
             else:
                 joins = row.keeps_values and not row.kernel
-                is_check = row.logic or joins or (name == "ne" and _compares_itself(place.eqn))
+                is_check = row.logic or joins or (name == "ne" and _compares_itself(place))
                 outs.append(given if is_check else None)
-        self.made.update([place.number] if own in outs else [])
+        self.made |= {place.number} if own in outs else set()
         if given is not None and outs == [given]:
             if place.phase == BACKWARD:
                 self.entries.setdefault(given, own)
@@ -376,14 +374,12 @@ class _Replay:
 
     def _sub_jaxprs(self, place: Site, ins: Sequence[Address], iteration: _Iteration) -> list[Address]:
         params, notes = place.eqn.params, iteration.notes
-        match place.name:
-            case "scan":
-                return self._iterations(place, params["length"], ins, iteration)
-            case "while":
-                return self._iterations(place, int(notes["code", place.number, 0]), ins, iteration)
-            case "cond":
-                taken = min(max(int(notes["code", place.number, 0]), 0), len(place.blocks) - 1)
-                return self.block(place.blocks[taken], ins[1:], iteration)
+        if place.is_loop:
+            length = params["length"] if place.name == "scan" else int(notes["code", place.number, 0])
+            return self._iterations(place, length, ins, iteration)
+        if place.name == "cond":
+            taken = min(max(int(notes["code", place.number, 0]), 0), len(place.blocks) - 1)
+            return self.block(place.blocks[taken], ins[1:], iteration)
         return self.block(place.blocks[0], ins, iteration)
 
     def _iterations(self, place: Site, length: int, ins: Sequence[Address], outer: _Iteration) -> list[Address]:
@@ -407,6 +403,6 @@ def _constant(value: Any, when: tuple[int, ...]) -> Address:
     return Provenance(IDLE_CONSTANT, when)
 
 
-def _compares_itself(eqn: Any) -> bool:
+def _compares_itself(place: Site) -> bool:
     """Whether an equation compares a value with itself, as `jnp.isnan` does."""
-    return eqn.invars[0] is eqn.invars[1]
+    return place.invars[0] is place.invars[1]

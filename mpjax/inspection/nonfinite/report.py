@@ -186,8 +186,7 @@ _SQRT = "the derivative of a square root at zero is infinite (sqrt(x + epsilon) 
 
 def diagnosis_of(found: Symptoms) -> str:
     """The cause and the fix, in one sentence."""
-    masked = f" ({found.mask} held -inf before the call)" if found.mask else ""
-    return _diagnosis(found) + masked
+    return _diagnosis(found) + (f" ({found.mask} held -inf before the call)" if found.mask else "")
 
 
 def _diagnosis(found: Symptoms) -> str:
@@ -235,8 +234,7 @@ def _diagnosis(found: Symptoms) -> str:
         if found.backward:
             text += "; in the backward pass: if the loss is scaled, a smaller loss scale may keep it in range"
         return text
-    lost = _lost(found, cause)
-    text = "; ".join([f"{cause or 'NaN'} in {found.half} alone {shown}{lost}", *_named(found)])
+    text = "; ".join([f"{cause or 'NaN'} in {found.half} alone {shown}{_lost(found, cause)}", *_named(found)])
     return f"{text}: keep {'what it reads' if found.rounding else 'this part'} in float32"
 
 
