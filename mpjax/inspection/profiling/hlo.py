@@ -27,8 +27,7 @@ class Line:
     number: int = 0  # The number of a parameter, or the value of an integer constant.
 
     def attribute(self, pattern: str) -> str:
-        found = re.search(pattern, self.attributes)
-        return found[1] if found else ""
+        return _found(pattern, self.attributes)
 
     @property
     def is_fusion(self) -> bool:
@@ -39,6 +38,12 @@ class Line:
     def op_name(self) -> str:
         """JAX's name of the instruction: scopes and primitive. For merged instructions, the first name."""
         return self.attribute(r'op_name="([^";]*)')
+
+
+def _found(pattern: str, text: str) -> str:
+    """The first group of a pattern in a text; empty if the pattern is not there."""
+    match = re.search(pattern, text)
+    return match[1] if match else ""
 
 
 def sizes(type: str) -> list[tuple[str, int]]:
@@ -79,11 +84,9 @@ class HloModule:
     """
 
     def __init__(self, text: str):
-        found = re.match(r"HloModule ([\w.\-]+)", text)
-        self.name = found[1] if found else ""
+        self.name = _found(r"\AHloModule ([\w.\-]+)", text)
         self.computations = dict(_computations(text))
-        entry = re.search(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)
-        self.entry = entry[1] if entry else ""
+        self.entry = _found(r"(?m)^ENTRY %?([\w.\-]+)", text)
         self._frames = _frames(text)
 
     def inside(self, line: Line) -> Iterator[tuple[Line, Mapping[str, Line]]]:
@@ -109,8 +112,6 @@ class HloModule:
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|[^\s(]\S*) ([a-z][\w\-]*)\((.*)$")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
-_NUMBER = re.compile(r"(-?\d+)\)")
 _NUMBERED = re.compile(r"^(\d+) (.*)$")
 
 
@@ -125,9 +126,9 @@ def _computations(text: str) -> Iterator[tuple[str, dict[str, Line]]]:
             name = ""
         elif found := _INSTRUCTION.match(row):
             operands, attributes = _arguments(found[4])
-            branches = _BRANCHES.search(attributes)
-            called = [*_CALLED.findall(attributes), *re.findall(r"[\w.\-]+", branches[1] if branches else "")]
-            number = int(value[1]) if (value := _NUMBER.match(found[4])) else 0
+            branches = _found(r"\bbranch_computations=\{([^}]*)\}", attributes)
+            called = [*_CALLED.findall(attributes), *re.findall(r"[\w.\-]+", branches)]
+            number = int(_found(r"\A(-?\d+)\)", found[4]) or 0)
             lines[found[1]] = Line(found[1], found[2], found[3], operands, attributes, tuple(called), number)
 
 
@@ -156,9 +157,10 @@ def _frames(text: str) -> dict[str, list[Place]]:
     places: dict[str, Place] = {}
     parents: dict[str, str] = {}
     for frame, fields in tables.get("StackFrames", {}).items():
-        location = locations.get(_field(fields, "file_location_id"), "")
-        places[frame] = files.get(_field(location, "file_name_id"), "").strip('"'), _field(location, "line")
-        parents[frame] = _field(fields, "parent_frame_id")
+        location = locations.get(_found(r"\bfile_location_id=(\d+)", fields), "")
+        file = files.get(_found(r"\bfile_name_id=(\d+)", location), "").strip('"')
+        places[frame] = file, _found(r"\bline=(\d+)", location)
+        parents[frame] = _found(r"\bparent_frame_id=(\d+)", fields)
     # XLA prints the outermost frame as its own parent if its parent numbers are one too high.
     shift = any(frame == parent for frame, parent in parents.items())
     chains: dict[str, list[Place]] = {}
@@ -166,11 +168,6 @@ def _frames(text: str) -> dict[str, list[Place]]:
         parent = str(int(parents[frame] or 0) - shift)
         chains[frame] = [places[frame], *chains.get(parent, ())]
     return chains
-
-
-def _field(text: str, name: str) -> str:
-    found = re.search(rf"\b{name}=(\d+)", text)
-    return found[1] if found else ""
 
 
 MATMUL, CONVOLUTION, ATTENTION, COLLECTIVE = "matmul", "convolution", "attention", "collective"
@@ -283,7 +280,8 @@ def _instruction(program: HloModule, computation: str, line: Line) -> Instructio
     module = module_path(named.op_name)
     places = program.places(named)
     which = informative_frame([path for path, _ in places])
-    shapes = tuple(_shapes(*matmul)) if matmul else ()
+    types = [matmul[1][name].type for name in matmul[0].operands[:2] if name in matmul[1]] if matmul else []
+    shapes = tuple(type_.partition("{")[0] for type_ in types if "[" in type_)
     return Instruction(
         name=line.name,
         kind=_kind(kinds, [part for part, _ in parts]),
@@ -297,12 +295,6 @@ def _instruction(program: HloModule, computation: str, line: Line) -> Instructio
         triton="__triton" in line.attributes,
         differentiated="jvp(" in named.op_name,
     )
-
-
-def _shapes(line: Line, siblings: Mapping[str, Line]) -> Iterator[str]:
-    for operand in line.operands[:2]:
-        if operand in siblings and "[" in siblings[operand].type:
-            yield siblings[operand].type.partition("{")[0]
 
 
 def _own_kind(line: Line) -> str:

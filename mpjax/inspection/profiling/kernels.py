@@ -117,7 +117,8 @@ def split(trace: Trace, events: Sequence[Event], start: float, executions: int, 
     if not events or not comparable(trace, events):
         return _by_host(trace, executions, compiling)
     device = max({event.device for event in events}, key=lambda d: sum(e.seconds for e in events if e.device == d))
-    busy = _clipped(_busy([event for event in events if event.device == device]), start)
+    spans = _busy([event for event in events if event.device == device])
+    busy = [(max(begin, start), end) for begin, end in spans if end > start]
     stop = max([busy[-1][1], *(end for _, end in dispatches)])
     ours = set(map(id, events))
     # A kernel of another program is that of an input pipeline that computes with JAX.
@@ -151,10 +152,6 @@ def _busy(events: Sequence[Event]) -> list[tuple[float, float]]:
     """The times in which a device works. A CPU does so from the start to the end of a program."""
     runs = by_key((event.run or -i, event) for i, event in enumerate(events))
     return profiler_trace.union((min(e.start for e in run), max(e.end for e in run)) for run in runs.values())
-
-
-def _clipped(spans: profiler_trace.Spans, start: float) -> list[tuple[float, float]]:
-    return [(max(a, start), b) for a, b in spans if b > start]
 
 
 def hidden_share(events: Sequence[Event], instructions: Mapping[str, hlo.Instruction]) -> float:

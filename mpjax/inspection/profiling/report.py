@@ -199,7 +199,7 @@ class ProfileReport(Report):
         return Section(f"Device time by {what}", "", f"{what}|>forward|>backward|%share", rows)
 
     def _by_kernel(self) -> Section:
-        columns = "module|kind|kernel|>calls|>time|%share"
+        columns = "module|kind|kernel|>calls|>time|%share|Tensor Cores"
         marks = {True: "yes", False: "no: ", None: "?"}
         rows: list[tuple[str, ...]] = [
             (
@@ -216,10 +216,8 @@ class ProfileReport(Report):
         text = ["← is the backward pass"] if any(kernel.backward for kernel in self.kernels) else []
         if self.kernel_seconds > 1.05 * self.split.device > 0:
             text.append(f"some run at the same time: {duration(self.kernel_seconds)} in {duration(self.split.device)}")
-        if self.gpu:
-            columns += "|Tensor Cores"
-        else:
-            rows = [row[:-1] for row in rows]
+        if not self.gpu:
+            columns, rows = columns.removesuffix("|Tensor Cores"), [row[:-1] for row in rows]
         return Section("Device time by kernel", "\n".join(text), columns, rows)
 
 

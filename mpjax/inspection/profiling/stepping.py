@@ -39,12 +39,10 @@ class Recompilation:
     changed: Mapping[str, tuple[str, ...]]
 
     def __str__(self) -> str:
-        if not self.changed:
-            return (
-                "no shape, dtype or structure changed: a static argument, or a function created at each call "
-                "(a lambda, functools.partial)"
-            )
-        return differences(self.changed)
+        return differences(self.changed) or (
+            "no shape, dtype or structure changed: a static argument, or a function created at each call "
+            "(a lambda, functools.partial)"
+        )
 
 
 class Compilations:
