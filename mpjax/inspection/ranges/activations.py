@@ -104,24 +104,21 @@ class _Analysis:
 
     def _computed(self, place: Site, given: Sequence[_Producers]) -> list[_Producers]:
         eqn, name = place.eqn, place.name
-        if name in COPIES:  # A copy stands for its array.
-            return [given[0]]
-        if name == "restored":
+        near, far = functools.reduce(_Producers.or_, given, _Producers())
+        if name in (*COPIES, "restored"):  # A copy stands for its array.
             return [given[0]]
         if primitive(name).moves or primitive(name).whole:
-            self._note_half(place, frozenset[int]().union(*(producers.near for producers in given)))
+            self._note_half(place, near)
             return [given[min(i, len(given) - 1)] if given else _Producers() for i in range(len(eqn.outvars))]
         if name in MATMULS or primitive(name).contracts:
-            self.found.update(*(producers.near for producers in given))
+            self.found |= near
         if (name in (*MATMULS, "float8_rescale") or primitive(name).contracts) and not in_units_of_scales(eqn):
             self.found.add(place.number)
-        self._mark_module_outputs(place, given)
+        self._mark_module_outputs(place, near)
         own = frozenset({place.number})
         self._note_half(place, own)
-        far = own
-        if name == "add_any" or (primitive(name).scales and any(not v.aval.shape for v in eqn.invars)):
-            far = own.union(*(producers.far for producers in given))
-        return [_Producers(own, far)] * len(eqn.outvars)
+        sees_through = name == "add_any" or (primitive(name).scales and any(not v.aval.shape for v in eqn.invars))
+        return [_Producers(own, own | far if sees_through else own)] * len(eqn.outvars)
 
     def _note_half(self, place: Site, numbers: Iterable[int]) -> None:
         """Notes that the values of some equations are stored in half, if an equation has half results."""
@@ -129,9 +126,9 @@ class _Analysis:
         if half is not None:
             self.half |= dict.fromkeys(numbers, half)
 
-    def _mark_module_outputs(self, reader: Site, given: Iterable[_Producers]) -> None:
+    def _mark_module_outputs(self, reader: Site, numbers: Iterable[int]) -> None:
         """Marks the operands that leave their module: the reader lies outside of it."""
-        for number in frozenset[int]().union(*(producers.near for producers in given)):
+        for number in numbers:
             path = self.places[number].path
             if path and reader.path != path and not reader.path.startswith(path + "/"):
                 self.found.add(number)
