@@ -115,14 +115,14 @@ def evidence_of(
     )
     training = make_training(make, policy, run.seed)
     if training.loss is None:
-        note = "gradients were not inspected: give Training(loss=...), the loss in the precision of the policy"
-        return dataclasses.replace(found, notes=(note,))
-    try:
-        params, batch, found = _params_at(make_training(make, baseline, run.seed), found)
-        return _measured(training.loss, params, batch, found)
-    except Exception as error:  # The comparison is valid without this evidence.
-        note = f"gradients were not inspected: {type(error).__name__}: {error}"
-        return dataclasses.replace(found, notes=(note,))
+        why = "give Training(loss=...), the loss in the precision of the policy"
+    else:
+        try:
+            params, batch, found = _params_at(make_training(make, baseline, run.seed), found)
+            return _measured(training.loss, params, batch, found)
+        except Exception as error:  # The comparison is valid without this evidence.
+            why = f"{type(error).__name__}: {error}"
+    return dataclasses.replace(found, notes=(f"gradients were not inspected: {why}",))
 
 
 def _loss_difference(run: Run, base: Run) -> float:
@@ -142,8 +142,7 @@ def _params_at(base: Training, found: Evidence) -> tuple[Any, Any, Evidence]:
 
 
 def _measured(loss: Callable[[Any, Any], Any], params: Any, batch: Any, found: Evidence) -> Evidence:
-    scale = found.loss_scale or 1.0
-    errors, notes = None, []
+    scale, errors, notes = found.loss_scale or 1.0, None, []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about rules; the training run has already warned
         try:

@@ -104,9 +104,8 @@ class ParityReport(Report):
         if not any(each.diverged for each in self.comparisons):
             rate = 1 - 0.05 ** (1 / len(self.seeds))
             lines.append(f"no run diverged; {len(self.seeds)} seeds exclude only a share above {rate:.0%} that do")
-        steps = max(len(run.losses) for run in self.runs)
+        steps, count = max(len(run.losses) for run in self.runs), len(self.seeds)
         better = "larger" if self.larger_is_better else "smaller"
-        count = len(self.seeds)
         lines.append(
             f"{self.metric_name}, {better} is better, against {self.baseline}; {count} "
             f"seed{'s' if count > 1 else ''} of {steps} steps"

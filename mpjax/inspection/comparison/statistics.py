@@ -69,11 +69,7 @@ def paired_interval(differences: Sequence[float]) -> Interval:
 
 def half_width(n: int, deviation: Any) -> Any:
     """Half the width of Student's interval for the mean of n numbers; `deviation` is a number or an array."""
-    return _student(n) * deviation / math.sqrt(n)
-
-
-def _student(n: int) -> float:
-    return float(scipy.special.stdtrit(n - 1, 0.5 + CONFIDENCE / 2))
+    return float(scipy.special.stdtrit(n - 1, 0.5 + CONFIDENCE / 2)) * deviation / math.sqrt(n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,10 +120,9 @@ class PairedComparison:
         mean, margin = factor * self.interval.mean, factor * self.interval.margin
         if math.isfinite(margin):
             signed = f"{rounded(mean, margin)} ± {rounded(margin, margin)} {unit}".rstrip()
-        if self.others == "equal":
-            return f"equal within seed noise: {signed}, noise {rounded(factor * self.noise, margin)}"
-        if self.others == "small":
-            return f"smaller than seed noise, but different: {signed}, noise {rounded(factor * self.noise, margin)}"
+        if self.others in ("equal", "small"):
+            words = "equal within seed noise" if self.others == "equal" else "smaller than seed noise, but different"
+            return f"{words}: {signed}, noise {rounded(factor * self.noise, margin)}"
         if self.others == "unclear":
             needed = f"more than {_MOST_SEEDS}" if self.seeds_needed is None else f"about {self.seeds_needed}"
             return f"not enough seeds to tell: needs {needed}"
@@ -271,9 +266,7 @@ def band(steps: np.ndarray, values: np.ndarray) -> Band:
     n = len(values)
     with np.errstate(invalid="ignore"):
         mean = values.mean(axis=0)
-        half = np.zeros_like(mean)
-        if n > 1:
-            half = half_width(n, values.std(axis=0, ddof=1))
+        half = half_width(n, values.std(axis=0, ddof=1)) if n > 1 else np.zeros_like(mean)
     return Band(steps, mean - half, mean, mean + half)
 
 

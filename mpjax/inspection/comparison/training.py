@@ -119,11 +119,9 @@ def make_training(make: Callable[..., Any], policy: str, seed: int) -> Training:
             "seed that returns an mpjax.inspection.Training (see mpjax.inspection.MakeTraining), not a loss function"
         )
         raise
-    if isinstance(found, Training):
-        training = found
-    elif isinstance(found, tuple) and len(found) == 4:
-        training = Training(*found)
-    else:
+    is_plain = isinstance(found, tuple) and len(found) == 4  # a `Training` has more fields
+    training = Training(*found) if is_plain else found
+    if not isinstance(training, Training):
         of = f" of {len(found)}" if isinstance(found, Sequence) else ""
         raise TypeError(
             f"parity: make({policy!r}, {seed}) returned a {type(found).__name__}{of}; return an "

@@ -30,7 +30,7 @@ from mpjax.inspection.ranges.report import Range, Tried
 from mpjax.inspection.trials import Loss, Trial, below_root, laid_out, scale_state, trace_to_run
 from mpjax.policy import HALF_DTYPES, Policy, get_policy
 from mpjax.program import compat
-from mpjax.program.graph import Block, Site
+from mpjax.program.graph import Block
 from mpjax.program.interpreter import Eager, is_half, is_inexact, widened
 from mpjax.program.linearity import NonlinearRuleWarning
 from mpjax.program.primitives import Op, primitive
@@ -190,7 +190,8 @@ class _Measuring:
         for number, place in compiled.probe.places.items():
             if ("range", number) not in notes:
                 continue  # the equation lies in an opaque part
-            dtypes, matters = _dtypes(place), counts.matters(number)
+            dtypes = [v.aval.dtype.name for v in place.outvars if is_inexact(v)]
+            matters = counts.matters(number)
             phase, table = (BACKWARD, "gradients") if place.phase == BACKWARD else (FORWARD, "activations")
             rows = [_Row("by_op", place.path, phase, place.name, place.source)]
             if number in counts.gradients or number in counts.activations:
@@ -233,8 +234,7 @@ class _Measuring:
 
     def _tried(self, losing: Sequence[str], init_scale: float) -> tuple[tuple[str, ...], tuple[Tried, ...]]:
         """The modules that must stay in float32, and the trials that show it."""
-        budget = self.budget
-        left_out = self._left_out()
+        budget, left_out = self.budget, self._left_out()
         rows = [row for row in self.largest if row[1] not in left_out] or self.largest[-1:]
         _, number, args, exact = rows[0]
         half = Policy(jnp.float32, self.limits.dtype, jnp.float32)
@@ -324,17 +324,11 @@ class _Measuring:
 
     def _losing(self) -> list[str]:
         """The paths of the modules whose values half overflows, or flushes at a scale that fits the others."""
-        largest = float(compat.finfo(self.limits.dtype).max)
-        losing: dict[str, None] = {}
-        for path, phase, tally in self._rows_that_matter():
-            if phase == FORWARD and (tally.overflowed or tally.flushed_share > _MUCH):
-                losing[path] = None
-            # It overflows even at scale 1. A scale small enough for it would flush everything else.
-            if phase == BACKWARD and tally.max / self.scale > largest:
-                losing[path] = None
+        losing = dict.fromkeys(
+            path for path, phase, tally in self._rows_that_matter() if self._loses(phase, tally, flushes=True)
+        )
         for row, tally in self.tallies.items():  # inside of modules
-            overflows = tally.overflowed if row.phase == FORWARD else tally.max / self.scale > largest
-            if row.table == "by_op" and overflows and self._may_be_half(row):
+            if row.table == "by_op" and self._loses(row.phase, tally) and self._may_be_half(row):
                 losing[row.name] = None
         while (init := self._scales(losing)[1]) is not None:
             flushed = [
@@ -346,6 +340,13 @@ class _Measuring:
                 break
             losing |= dict.fromkeys(flushed)
         return list(losing)
+
+    def _loses(self, phase: str, tally: Tally, flushes: bool = False) -> bool:
+        """Whether half overflows values of a pass, or flushes many of the forward pass if that counts."""
+        if phase == FORWARD:
+            return tally.overflowed > 0 or (flushes and tally.flushed_share > _MUCH)
+        # It overflows even at scale 1. A scale small enough for it would flush everything else.
+        return tally.max / self.scale > float(compat.finfo(self.limits.dtype).max)
 
     def _may_be_half(self, row: _Row) -> bool:
         dtypes = self.dtypes[row]
@@ -370,22 +371,13 @@ class _Measuring:
 
     def _lines(self) -> tuple[str, ...]:
         """The operations outside of named modules that lose values there, with their lines."""
-        largest = float(compat.finfo(self.limits.dtype).max)
-        flushes = any(
-            tally.flushed_share > _MUCH
-            for path, phase, tally in self._rows_that_matter()
-            if (path, phase) == ("", FORWARD)
-        )
-
-        def loses(row: _Row, tally: Tally) -> bool:
-            if row.phase == FORWARD:
-                return bool(tally.overflowed) or (flushes and tally.flushed_share > _MUCH)
-            return tally.max / self.scale > largest
-
+        outside = self.tallies.get(_Row("matters", "", FORWARD), Tally())
+        flushes = outside.flushed_share > _MUCH
         lost = [
             f"{row.op} at {row.source or 'an unknown line'}"
             for row, tally in self.tallies.items()
-            if row.table == "by_op" and not row.name and self._may_be_half(row) and loses(row, tally)
+            if row.table == "by_op" and not row.name and self._may_be_half(row)
+            if self._loses(row.phase, tally, flushes)
         ]
         return tuple(dict.fromkeys(lost))
 
@@ -426,7 +418,3 @@ class _Measuring:
 def _by_exponent(tally: Tally) -> dict[int, int]:
     """The number of values per exponent of two."""
     return {int(i) - BIAS: int(tally.exponents[i]) for i in np.flatnonzero(tally.exponents)}
-
-
-def _dtypes(place: Site) -> list[str]:
-    return [v.aval.dtype.name for v in place.eqn.outvars if is_inexact(v)]

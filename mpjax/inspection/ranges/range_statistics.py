@@ -348,13 +348,9 @@ def note_on_host(arrays: Sequence[Any], limits: Limits, graded: bool = True) -> 
     """The same, computed with NumPy."""
     counts, histogram = np.zeros(5, np.uint32), np.zeros(BINS, np.uint32)
     largest, smallest = 0, INFINITY
-    for size in (size for x in arrays for size in _chunks(_bits(x))):
-        zeros, small, held, finite = (
-            size.size - np.count_nonzero(size),
-            np.count_nonzero(size <= limits.bits_of(limits.flushed)),
-            np.count_nonzero(size < limits.bits_of(limits.overflowed)),
-            np.count_nonzero(size < INFINITY),
-        )
+    for size in (size for x in arrays for size in _chunks(x)):
+        flushed, overflowed = size <= limits.bits_of(limits.flushed), size < limits.bits_of(limits.overflowed)
+        zeros, small, held, finite = map(np.count_nonzero, (size == 0, flushed, overflowed, size < INFINITY))
         counts += np.array([size.size, zeros, small - zeros, finite - held, size.size - finite], np.uint32)
         if graded:
             histogram += np.bincount(size >> 23, minlength=BINS).astype(np.uint32)
@@ -368,11 +364,8 @@ def note_on_host(arrays: Sequence[Any], limits: Limits, graded: bool = True) -> 
     return counts, extremes, histogram if graded else histogram[:0]
 
 
-def _bits(x: Any) -> np.ndarray:
-    array = np.asarray(x)
-    return np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint32)
-
-
-def _chunks(bits: np.ndarray) -> Iterator[np.ndarray]:
+def _chunks(x: Any) -> Iterator[np.ndarray]:
+    """The bits of the magnitudes of an array's elements as float32, in parts."""
+    bits = np.ascontiguousarray(np.asarray(x), np.float32).reshape(-1).view(np.uint32)
     for i in range(0, bits.size, _CHUNK):
         yield bits[i : i + _CHUNK] & np.uint32(SIZE_BITS)
