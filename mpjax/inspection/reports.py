@@ -25,7 +25,6 @@ WIDTH = 100
 # The CSS class of each dtype, in long and in short form.
 _DTYPES = dict.fromkeys(("float16", "bfloat16", "f16", "bf16"), "half") | dict.fromkeys(("float32", "f32"), "single")
 _DTYPES |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "f8_e4m3fn", "f8_e5m2"), "eighth")
-_NO_BARS: Mapping[int, float] = {}
 Key = TypeVar("Key")
 Row = TypeVar("Row")
 
@@ -73,8 +72,7 @@ class Section:
             parts.append(f'<img alt="figure of this section" src="data:image/png;base64,{data}">')
         if self.rows:
             parts.append(self._table(self.rows[: self.shown]))
-            more = self.rows[self.shown :]
-            if more:
+            if more := self.rows[self.shown :]:
                 parts.append(f"<details><summary>… and {len(more)} more</summary>{self._table(more)}</details>")
         return "\n".join(parts)
 
@@ -82,7 +80,7 @@ class Section:
         """Some of the rows as a table of the page, which scrolls by itself."""
         (header, right), bars = self._header(), self._bars()
         cells = "".join(_html_row(row, "td", right, bars) for row in rows)
-        return f'<div class="table"><table>{_html_row(header, "th", right)}{cells}</table></div>'
+        return f'<div class="table"><table>{_html_row(header, "th", right, {})}{cells}</table></div>'
 
     def _header(self) -> tuple[list[str], set[int]]:
         """The names of the columns, and the indices of those that are aligned to the right."""
@@ -92,8 +90,7 @@ class Section:
     def _bars(self) -> dict[int, float]:
         """The columns that are drawn as bars, with the percentage that fills the cell."""
         names = enumerate(self.columns.split("|"))
-        drawn = [i for i, name in names if name[:1] == "%"]
-        return {i: max(_percentage(row[i]) for row in self.rows) for i in drawn}
+        return {i: max(_percentage(row[i]) for row in self.rows) for i, name in names if name[:1] == "%"}
 
 
 def drawn(figure: Callable[[Any], None]) -> Any:
@@ -112,11 +109,10 @@ def drawn(figure: Callable[[Any], None]) -> Any:
 
 def _percentage(cell: str) -> float:
     """The number of a cell such as `12.5%`; 0 where it holds none."""
-    number = cell.removesuffix("%")
-    return float(number) if number != cell else 0.0
+    return float(cell[:-1]) if cell.endswith("%") else 0.0
 
 
-def _html_row(cells: Sequence[str], tag: str, right: Collection[int], bars: Mapping[int, float] = _NO_BARS) -> str:
+def _html_row(cells: Sequence[str], tag: str, right: Collection[int], bars: Mapping[int, float]) -> str:
     return f"<tr>{''.join(_html_cell(cell, tag, i in right, bars.get(i, 0)) for i, cell in enumerate(cells))}</tr>\n"
 
 
@@ -207,9 +203,8 @@ class Report(abc.ABC):
 
         JSON has no infinity and no NaN: these are the strings `"inf"`, `"-inf"` and `"nan"`, which `float` reads.
         """
-        return written(
-            json.dumps(_for_json(self.to_dict()), indent=2, ensure_ascii=False, allow_nan=False) + "\n", path
-        )
+        text = json.dumps(_for_json(self.to_dict()), indent=2, ensure_ascii=False, allow_nan=False)
+        return written(f"{text}\n", path)
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
         """The rows of `table` as CSV text, also written to `path` if one is given."""

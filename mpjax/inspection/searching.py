@@ -156,8 +156,7 @@ def _share(error: float | None) -> str:
     return percent(error) if error else "0.00%"
 
 
-# The start of `dynamic_loss_scale`, and here the factor of each backoff and the smallest scale.
-_FIRST_SCALE, _BACKOFF, _LAST_SCALE = 2.0**15, 2.0**5, 1.0
+_SCALES = (2.0**15, 2.0**10, 2.0**5, 1.0)  # tried in turn; the first is that of `dynamic_loss_scale`
 _MOST_PASSES = 13  # each traces and runs the gradient once: about half of the time of compiling it
 _PRIMITIVES = 2  # tried alone
 _OTHERS = 0.1  # the squared score of a primitive in all other places, over that in its only place
@@ -308,12 +307,11 @@ class _Passes:
     """Runs the gradient under rules, and counts the runs."""
 
     def __init__(self, loss: Loss, policy: Any, rules: Rules, args: tuple[Any, ...], loss_scale: float | None):
-        self.loss, self.policy, self.args = loss, policy, args
+        self.loss, self.policy, self.args, self._rules = loss, policy, args, rules
         self.count = 0
-        self._rules = rules
         self._seen: dict[str, tuple[float, float]] = {}
-        start = 1.0 if policy.compute_dtype == jnp.bfloat16 else _FIRST_SCALE
-        self._scales = [loss_scale] if loss_scale is not None else _backing_off(start)
+        scales = _SCALES[-1:] if policy.compute_dtype == jnp.bfloat16 else _SCALES
+        self._scales = scales if loss_scale is None else (loss_scale,)
         with jax.default_matmul_precision("highest"), autocast_disabled():  # TF32 is too coarse for a reference
             self.expected = self._run(Trial("search", loss.with_named_modules(), args))
         self._half = self._trial(Choice(rules))
@@ -423,10 +421,3 @@ class _Passes:
 def _is_denied(site: Site) -> bool:
     """Whether a rule may name the primitive of a rounding: it computes, and is no matmul."""
     return primitive(site.name).op in (Op.INFER, Op.WIDE, Op.DENY)
-
-
-def _backing_off(scale: float) -> list[float]:
-    scales = [scale]
-    while scales[-1] > _LAST_SCALE:
-        scales.append(max(scales[-1] / _BACKOFF, _LAST_SCALE))
-    return scales

@@ -92,8 +92,7 @@ class WatchRecord(Report):
         lines = [f"step {self.step}, loss scale {self.loss_scale:g}" + (": overflow" if self.overflow else "")]
         bad = [row for row in self.modules if row.nonfinite]
         if bad:
-            first = bad[0]
-            lines.append(f"first inf or NaN: {first.name or '-'}, {first.phase} ({first.nonfinite} values)")
+            lines.append(f"first inf or NaN: {bad[0].name or '-'}, {bad[0].phase} ({bad[0].nonfinite} values)")
         elif self.overflow:
             lines.append("no watched value leaves its range: mpjax.find_nonfinite finds the operation")
         lost = [row for row in self.modules if row.flushed > _MUCH]
@@ -151,16 +150,16 @@ class WatchState:
         """
         state = jax.device_get(self)
         keep, written = len(state.steps), int(state.written)
-        records: list[WatchRecord] = []
-        for i in range(max(written - keep, 0), written):
-            at = i % keep
+
+        def record(at: int) -> WatchRecord:
             modules = tuple(
                 WatchedModule(*place, float(amax), float(underflow), float(zeros), int(nonfinite))
                 for place, (amax, underflow, zeros, nonfinite) in zip(self.names, state.statistics[at], strict=True)
             )
             overflow = bool(state.overflows[at])
-            records.append(WatchRecord(int(state.steps[at]), float(state.scales[at]), overflow, modules, self.unseen))
-        return tuple(records)
+            return WatchRecord(int(state.steps[at]), float(state.scales[at]), overflow, modules, self.unseen)
+
+        return tuple(record(i % keep) for i in range(max(written - keep, 0), written))
 
 
 class Watch(NamedTuple):
@@ -246,7 +245,6 @@ def watch(
 
     def init(*args: Any) -> WatchState:
         program = measured(jax.ShapeDtypeStruct((), jnp.float32), args)
-        names = program.names
         return WatchState(
             step=jnp.zeros((), jnp.int32),
             last_finite=jnp.ones((), bool),
@@ -254,8 +252,8 @@ def watch(
             steps=jnp.full(keep, -1, jnp.int32),
             scales=jnp.ones(keep, jnp.float32),
             overflows=jnp.zeros(keep, bool),
-            statistics=jnp.zeros((keep, len(names), len(COLUMNS)), jnp.float32),
-            names=names,
+            statistics=jnp.zeros((keep, len(program.names), len(COLUMNS)), jnp.float32),
+            names=program.names,
             unseen=program.unseen,
         )
 
@@ -345,8 +343,7 @@ def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Measurement:
         rows.setdefault((groups[number].name, phase), []).append(place)
 
     def run(scale: Any) -> jax.Array:
-        consts = [widened(x) for x in block.consts]
-        arrays = [widened(x) for x in program.arrays]
+        arrays, consts = [*map(widened, program.arrays)], [*map(widened, block.consts)]
         _, notes = Instrumented(probe, wide=True).block(block, arrays, consts=consts)
         return jnp.stack(
             [
