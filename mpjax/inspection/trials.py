@@ -27,6 +27,7 @@ from mpjax.program.graph import Block, Site, lay_out, walk
 from mpjax.program.host import in_host_memory
 from mpjax.program.interpreter import (
     COMPILER_OPTIONS,
+    Arrays,
     Eager,
     Instrumented,
     Probe,
@@ -172,7 +173,11 @@ class Loss:
             names[:] = [path.removesuffix("/value") for path in paths]  # of an NNX variable
             return [grad for _, grad in with_paths], value[0] if self.has_aux else value
 
-        return gradient if state is not None else _in_scaled_losses(gradient)
+        def quiet(*args: Any) -> Any:
+            with contexts.scaled_losses(()):  # It is unscaled on purpose, so it does not warn.
+                return gradient(*args)
+
+        return gradient if state is not None else quiet
 
     def gradient_at_any_scale(self, names: list[str]) -> Any:
         """`gradient` with the loss scale as the keyword argument `mpjax_loss_scale`: shape (), float32."""
@@ -182,22 +187,6 @@ class Loss:
             return self.gradient(state, names)(*args)
 
         return gradient
-
-    def traced_at_any_scale(self, caller: str, args: Sequence[Any]) -> tuple[TracedCall, int, list[str]]:
-        """The gradient's program, the position of the loss scale in its arguments, and the gradients' tree paths."""
-        names: list[str] = []
-        program = trace_to_run(caller, self.gradient_at_any_scale(names), args, {"mpjax_loss_scale": np.float32(1)})
-        return program, next(i for i, name in enumerate(program.names) if "mpjax_loss_scale" in name), names
-
-
-def _in_scaled_losses(gradient: Callable[..., Any]) -> Callable[..., Any]:
-    """A gradient that an inspection takes unscaled on purpose, so that it does not warn."""
-
-    def quiet(*args: Any) -> Any:
-        with contexts.scaled_losses(()):
-            return gradient(*args)
-
-    return quiet
 
 
 def relative_error(found: Iterable[Any], exact: Iterable[Any]) -> float:
@@ -232,7 +221,10 @@ class Trial:
     """
 
     def __init__(self, caller: str, loss: Loss, args: Sequence[Any]):
-        self._program, self._scale, self.names = loss.traced_at_any_scale(caller, args)
+        self.names: list[str] = []
+        gradient = loss.gradient_at_any_scale(self.names)
+        self._program = trace_to_run(caller, gradient, args, {"mpjax_loss_scale": np.float32(1)})
+        self._scale = next(i for i, name in enumerate(self._program.names) if "mpjax_loss_scale" in name)
         self._owners = owners_of(self._program.jaxpr, self._program.names)
         self._block = lay_out(self._program.jaxpr, owners=self._owners)
         self._evaluation = Eager(Probe(), wide=True, replace=Partial(_rounded))
@@ -282,9 +274,7 @@ def rounding_scores(caller: str, loss: Loss, args: Sequence[Any]) -> list[tuple[
     first = next(i for i, v in enumerate(block.outvars) if compat.is_inexact(v.aval) and not v.aval.shape)
     arrays, consts = [widened(x) for x in program.arrays], [widened(x) for x in block.consts]
 
-    def nudge(
-        steps: Mapping[str, Any], place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any]
-    ) -> Sequence[Any]:
+    def nudge(steps: Mapping[str, Any], place: Site, iteration: Arrays, ins: Arrays, outs: Arrays) -> Arrays:
         if str(place.number) not in steps:
             return outs
         at = lows[place.number]

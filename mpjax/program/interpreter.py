@@ -37,6 +37,8 @@ from mpjax.program.primitives import Op, primitive
 COMPILER_OPTIONS: dict[str, bool | int | str] = {"xla_allow_excess_precision": False}
 
 Key = tuple[Any, ...]  # Comparable, because notes are pytrees. The first part is the kind of note.
+Notes = dict[Key, Any]
+Arrays = Sequence[Any]  # the operands or results of an equation, or the iterations of the loops around it
 
 
 class Probe:
@@ -72,9 +74,7 @@ class Probe:
             index = index * size + (lax.axis_index(axis) if axis in varying else 0)
         return index
 
-    def equation(
-        self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
-    ) -> dict[Key, Any]:
+    def equation(self, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays, rerun: Callable[..., Any]) -> Notes:
         """Notes of an equation.
 
         Args:
@@ -153,9 +153,7 @@ class Instrumented:
         for key, note in jax.tree.map(compat.on_current_mesh, new).items():
             notes[key] = self.probe.merge(key, notes[key], note) if key in notes else note
 
-    def _evaluate(
-        self, place: Site, ins: Sequence[Any], iteration: Sequence[Any]
-    ) -> tuple[Sequence[Any], dict[Key, Any]]:
+    def _evaluate(self, place: Site, ins: Arrays, iteration: Arrays) -> tuple[Arrays, Notes]:
         eqn = place.eqn
         if not place.blocks:
             outs = self._bound(place, ins)
@@ -303,9 +301,7 @@ class Eager(Instrumented):
         super().__init__(probe, wide, replace)
         self._compiled: dict[int, Callable[..., Any]] = {}
 
-    def _evaluate(
-        self, place: Site, ins: Sequence[Any], iteration: Sequence[Any]
-    ) -> tuple[Sequence[Any], dict[Key, Any]]:
+    def _evaluate(self, place: Site, ins: Arrays, iteration: Arrays) -> tuple[Arrays, Notes]:
         if not place.blocks or primitive(place.name).call:
             return super()._evaluate(place, ins, iteration)
         if place.number not in self._compiled:

@@ -14,7 +14,7 @@ from mpjax.inspection.nonfinite.provenance import Provenance
 from mpjax.program import compat
 from mpjax.program.graph import Block, Site
 from mpjax.program.host import in_host_memory
-from mpjax.program.interpreter import Key, Probe, is_inexact, widened
+from mpjax.program.interpreter import Arrays, Key, Notes, Probe, is_inexact, widened
 
 
 def at_iteration(iteration: Sequence[Any], target: Sequence[int]) -> Any:
@@ -46,12 +46,10 @@ class PointProbe(Probe):
         wide: Whether the program runs in float32.
     """
 
-    def __init__(self, target: Site, iteration: Sequence[int], element: Any = None, wide: bool = False):
+    def __init__(self, target: Site, iteration: Sequence[int], element: Any, wide: bool):
         self.target, self.iteration, self.arrays, self.wide = target, iteration, element, wide
 
-    def equation(
-        self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
-    ) -> dict[Key, Any]:
+    def equation(self, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays, rerun: Callable[..., Any]) -> Notes:
         if place.number != self.target.number:
             return {}
         measured = jax.jit(functools.partial(self._note, rerun=rerun))(list(ins), list(outs))
@@ -108,9 +106,7 @@ def finite_but(probe: Probe, fault: Provenance | None, alike: Collection[int]) -
         alike: The numbers of its equation and of those like it.
     """
 
-    def replace(
-        span: Any, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any]
-    ) -> Sequence[Any]:
+    def replace(span: Any, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays) -> Arrays:
         if fault is None or place.number not in alike:
             return outs
         hit = at_iteration(iteration, fault.iteration) if place.number == fault.number else False

@@ -18,7 +18,7 @@ from jax import lax
 from mpjax.program.evaluator import evaluate
 from mpjax.program.graph import Block, Site
 from mpjax.program.host import in_host_memory
-from mpjax.program.interpreter import Key, Probe, is_float, is_inexact
+from mpjax.program.interpreter import Arrays, Key, Notes, Probe, is_float, is_inexact
 from mpjax.program.primitives import primitive
 from mpjax.program.source import BACKWARD
 
@@ -67,9 +67,7 @@ def code_of_argument(x: Any, code: int) -> int:
 class WatchProbe(Probe):
     """Notes only whether a check for finite values failed, and the trip count of each `while`."""
 
-    def equation(
-        self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
-    ) -> dict[Key, Any]:
+    def equation(self, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays, rerun: Callable[..., Any]) -> Notes:
         name = place.name
         if name == "is_finite":
             return {_FOUND: ~jnp.all(outs[0])}
@@ -114,9 +112,7 @@ class CodeProbe(Probe):
         self._places = {place.number: place for place in block.places()}
         self._trips = trips
 
-    def equation(
-        self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
-    ) -> dict[Key, Any]:
+    def equation(self, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays, rerun: Callable[..., Any]) -> Notes:
         return {("code", place.number, i): code_of(out) for i, out in enumerate(outs) if is_inexact(out)}
 
     def entering(self, place: Site, ins: Sequence[Any]) -> dict[Key, Any]:
@@ -335,14 +331,14 @@ class _Replay:
         if given is not None and row.logic and (row.kernel or (name == "is_finite" and not outvars[0].aval.shape)):
             self.checked.add(given)
         own = Provenance(MADE, when)
-        outs: list[Address] = []
-        for i, v in enumerate(outvars):
+        is_check = row.logic or (row.keeps_values and not row.kernel) or (name == "ne" and _compares_itself(place))
+
+        def of_result(i: int, v: Any) -> Address:
             if is_inexact(v):
-                outs.append(self._address(int(iteration.notes["code", place.number, i]), given, own, row.keeps_values))
-            else:
-                joins = row.keeps_values and not row.kernel
-                is_check = row.logic or joins or (name == "ne" and _compares_itself(place))
-                outs.append(given if is_check else None)
+                return self._address(int(iteration.notes["code", place.number, i]), given, own, row.keeps_values)
+            return given if is_check else None
+
+        outs = [of_result(i, v) for i, v in enumerate(outvars)]
         self.made |= {place.number} if own in outs else set()
         if given is not None and outs == [given]:
             if place.phase == BACKWARD:

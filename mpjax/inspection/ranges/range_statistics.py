@@ -17,7 +17,7 @@ from mpjax.inspection.ranges.activations import COPIES, PACKED, Counted, in_unit
 from mpjax.program import compat
 from mpjax.program.graph import Block, Site
 from mpjax.program.host import in_host_memory
-from mpjax.program.interpreter import Key, Probe, is_float
+from mpjax.program.interpreter import Arrays, Key, Notes, Probe, is_float
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import RECOMPUTED
 
@@ -38,13 +38,11 @@ class Limits:
         dtype: The half dtype.
         flushed: Magnitudes up to this one become zero.
         overflowed: Magnitudes from this one on become inf.
-        bits: The number of mantissa bits, without the leading one.
     """
 
     dtype: np.dtype
     flushed: float
     overflowed: float
-    bits: int
 
     @classmethod
     def of(cls, dtype: Any) -> Limits:
@@ -52,7 +50,7 @@ class Limits:
         info = compat.finfo(dtype)
         largest = float(info.max)
         last_place = 2.0 ** (np.floor(np.log2(largest)) - info.nmant)
-        return cls(np.dtype(dtype), float(info.smallest_subnormal) / 2, largest + last_place / 2, int(info.nmant))
+        return cls(np.dtype(dtype), float(info.smallest_subnormal) / 2, largest + last_place / 2)
 
     @staticmethod
     def bits_of(limit: float) -> int:
@@ -284,9 +282,7 @@ class RangeProbe(Probe):
         self.quantised: Mapping[int, Site] = {p.number: p for p in quantised}
         self.limits, self.graded = limits, graded
 
-    def equation(
-        self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
-    ) -> dict[Key, Any]:
+    def equation(self, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays, rerun: Callable[..., Any]) -> Notes:
         number = place.number
         if number in self.quantised:
             return {("eight bits", number): _eight_bit_note(place.eqn, *ins, *outs)}
