@@ -209,8 +209,7 @@ def _residuals(program: TracedCall, flow: Flow, sites: list[Site]) -> tuple[list
             traced = compat.trace(gradient, *shapes)
     except Exception as error:  # custom derivative rules may raise any error
         return None, flow, [f"the function has no gradient: {reason(error)}"]
-    owners = owners_of(traced, program.names)
-    flow = flow_of(traced, owners)
+    flow = flow_of(traced, owners_of(traced, program.names))
     return list(residuals_of(flow)), flow, ["kept for the backward pass: for the gradient of the first argument"]
 
 
@@ -236,14 +235,12 @@ def gradient_of(program: TracedCall) -> Callable[..., Any] | None:
 
     If the first result is a scalar, it is the loss and the other results are auxiliary. Otherwise all results count.
     """
-    opened = compat.open_jaxpr(program.jaxpr)
-    first = [
-        i for i, name in enumerate(program.names) if name.startswith("[0][0]") and is_float(opened.jaxpr.invars[i])
-    ]
-    outs = [i for i, v in enumerate(opened.jaxpr.outvars) if is_float(v)]
+    opened = compat.open_jaxpr(program.jaxpr).jaxpr
+    first = [i for i, name in enumerate(program.names) if name.startswith("[0][0]") and is_float(opened.invars[i])]
+    outs = [i for i, v in enumerate(opened.outvars) if is_float(v)]
     if not first or not outs:
         return None
-    if outs[0] == 0 and not opened.jaxpr.outvars[0].aval.shape:
+    if outs[0] == 0 and not opened.outvars[0].aval.shape:
         outs = outs[:1]
     call = jax.extend.core.jaxpr_as_fun(program.jaxpr)
 

@@ -122,10 +122,8 @@ def is_suspect(v: Any) -> bool:
 
 def are_unexplained(sites: Iterable[Site]) -> bool:
     """Whether half constants of 0 or 1 are more than the texts of their lines have: others were rounded to them."""
-    counts = collections.Counter[Any]()
-    for site in sites:
-        for v in filter(is_suspect, site.invars):
-            counts[abs(float(v.val)), _numbers(site)] += 1
+    suspects = ((v, site) for site in sites for v in filter(is_suspect, site.invars))
+    counts = collections.Counter((abs(float(v.val)), _numbers(site)) for v, site in suspects)
     return any(count > numbers.count(value) for (value, numbers), count in counts.items())
 
 

@@ -224,21 +224,18 @@ def _widened_at(flow: Flow, matmul: Node) -> str:
     return next((node.site.source for node in makers if any(map(is_half, node.reads))), "")
 
 
-def findings_of(
-    matmuls: Iterable[Matmul], tpu: bool = False, widened: Mapping[tuple[str, str, str], str] | None = None
-) -> tuple[Finding, ...]:
+def findings_of(rows: Sequence[Matmul], tpu: bool, widened: Mapping[tuple[str, str, str], str]) -> tuple[Finding, ...]:
     """The findings by kind, most FLOPs first. Forward and backward of one matmul are one finding.
 
     Args:
-        matmuls: The rows.
+        rows: The rows.
         tpu: Whether they run on a TPU, where these are matmuls of several passes: the checks of sizes are for GPUs.
         widened: What `widened_at` found.
     """
-    rows = tuple(matmuls)
     total = sum(row.flops for row in rows)
     merged: dict[Any, Finding] = {}
     for row in rows:
-        for kind, sizes, why in _faults(row, (widened or {}).get((row.module, row.source, row.op), "")):
+        for kind, sizes, why in _faults(row, widened.get((row.module, row.source, row.op), "")):
             if tpu and (kind != DTYPE or row.passes == 1):
                 continue
             key = (kind, row.module, row.source, row.op, sizes)

@@ -152,29 +152,29 @@ class PrecisionReport(Report):
         Raises:
             AssertionError: The share is smaller. The message lists the matmuls not in half, largest share first.
         """
+        if offence := self._offence(min_share):
+            raise AssertionError(offence)
+
+    def _offence(self, min_share: float) -> str:
+        """The matmuls not in half, largest share first, if the half share is smaller; empty otherwise."""
         if not self.matmuls:
-            raise AssertionError(f"{self.name} has no matmul or convolution, so none is in half.")
+            return f"{self.name} has no matmul or convolution, so none is in half."
         if self.half_share >= min_share:
-            return
+            return ""
         offenders = sorted((row for row in self.matmuls if not row.is_half), key=lambda row: -row.flops)
         lines = [
             f"{self._share([row]):6.1%}  {row.op} {_shape(row.lhs)} · {_shape(row.rhs)} in {row.dtype}, "
             f"{row.module or '-'} {row.source}"
             for row in offenders
         ]
-        raise AssertionError(
+        return (
             f"{self.half_share:.2%} of the matmul and convolution FLOPs of {self.name} are in half, less than "
             f"{min_share:.2%}. Not in half:\n" + "\n".join(lines)
         )
 
     def failure(self) -> str:
         """The matmuls not in half if the half share is below `min_half`; empty otherwise."""
-        try:
-            if self.min_half is not None:
-                self.assert_half(self.min_half)
-        except AssertionError as error:
-            return str(error)
-        return ""
+        return "" if self.min_half is None else self._offence(self.min_half)
 
     def sections(self) -> list[Section]:
         """The sections of the printed report."""
