@@ -261,23 +261,15 @@ def losses(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
     return ends, found
 
 
-def band(steps: np.ndarray, values: np.ndarray) -> Band:
-    """The interval of the mean over runs at each point; for a single run the mean only."""
-    n = len(values)
-    with np.errstate(invalid="ignore"):
-        mean = values.mean(axis=0)
-        half = half_width(n, values.std(axis=0, ddof=1)) if n > 1 else np.zeros_like(mean)
-    return Band(steps, mean - half, mean, mean + half)
-
-
 def differences(runs: Sequence[Run], baseline: Sequence[Run]) -> Band:
-    """The loss of a policy minus the loss of the baseline, paired by seed."""
-    steps, ours = losses(runs)
-    _, theirs = losses(baseline)
+    """The loss of a policy minus the loss of the baseline, paired by seed; for a single run the mean only."""
+    (steps, ours), (_, theirs) = losses(runs), losses(baseline)
     with np.errstate(invalid="ignore"):
-        found = ours - theirs
-    # If both are infinite, the difference is unknown; report none.
-    return band(steps, np.where(np.isinf(ours) & np.isinf(theirs), 0.0, found))
+        # If both are infinite, the difference is unknown; report none.
+        values = np.where(np.isinf(ours) & np.isinf(theirs), 0.0, ours - theirs)
+        mean = values.mean(axis=0)
+        half = half_width(len(values), values.std(axis=0, ddof=1)) if len(values) > 1 else np.zeros_like(mean)
+    return Band(steps, mean - half, mean, mean + half)
 
 
 def parted_at(runs: Sequence[Run], baseline: Sequence[Run]) -> int | None:
