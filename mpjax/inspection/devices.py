@@ -71,10 +71,8 @@ def device_of(name: str) -> Device:
         >>> device_of("NVIDIA A100-SXM4-80GB").name, device_of("TPU v5 lite").name
         ('A100', 'TPU v5e')
     """
-    words = _words(name)
-    known = {key: DEVICES[device] for key, device in ({key: key for key in DEVICES} | _KINDS).items()}
-    found = [key for key in known if _words(key) <= words]
-    if found:
+    known = DEVICES | {kind: DEVICES[device] for kind, device in _KINDS.items()}
+    if found := [key for key in known if _words(key) <= _words(name)]:
         return known[max(found, key=lambda key: len(_words(key)))]  # "A100 40GB" rather than "A100"
     close = difflib.get_close_matches(name.upper(), DEVICES, 1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""

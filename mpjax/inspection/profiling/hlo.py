@@ -57,7 +57,7 @@ def sizes(type: str) -> list[tuple[str, int]]:
 
 
 def _size(name: str, shape: str) -> tuple[str, int]:
-    bits = 8 if name == "pred" else int(re.findall(r"\d+", name)[0])
+    bits = 8 if name == "pred" else int(_found(r"(\d+)", name))
     count = math.prod(int(size) for size in shape.split(",") if size)
     return _DTYPES.get(name, _long_name(name)), count * bits // 8
 

@@ -154,10 +154,9 @@ class ProfileReport(Report):
 
     def sections(self) -> list[Section]:
         """The sections of the printed report."""
-        found = [self._verdict(), self._times()]
-        found += [self._by_module(), self._by_kernel()] if self.reliable else []
+        kernels = [self._by_module(), self._by_kernel()] if self.reliable else []
         rest = "\n".join(f"{i}. {advice}" for i, advice in enumerate(self.advice, 1) if i > _FIRST)
-        return [*found, *([Section("more advice", rest)] if rest else [])]
+        return [self._verdict(), self._times(), *kernels, *([Section("more advice", rest)] if rest else [])]
 
     def _verdict(self) -> Section:
         lines = [f"{duration(self.step_seconds)} a step on {self.device}, over {self.steps} steps"]

@@ -186,7 +186,8 @@ class NumericsReport(Report):
         at_scale = "" if field == "activations" else f"At loss scale {scale_text(self.loss_scale)}."
         columns = "parameter" if field == "parameters" else "module"
         columns += "|in|>max|>min nonzero|>zeros|>flushed|>overflowed"
-        return Section(title, at_scale, columns, [*map(_cells, _folded(getattr(self, field)))])
+        rows = _by_loss(folded_rows(getattr(self, field), _together))
+        return Section(title, at_scale, columns, [*map(_cells, rows)])
 
     def _summary(self) -> str:
         lines = [*self._verdict(), *self._scale_advice()]
@@ -280,24 +281,18 @@ class NumericsReport(Report):
         ]
 
 
-def _in_eight_bits(title: str, found: Sequence[EightBitRange], why: str) -> Iterator[Section]:
-    if not found:
-        return
+def _in_eight_bits(title: str, found: Sequence[EightBitRange], why: str) -> list[Section]:
     rows = sorted(folded_rows(found, together_in_eight_bits), key=lambda row: (-row.flushed, -row.outliers))
     cells = [
         (row.name or "-", row.phase, *row.dtypes, f"{row.max:.4g}", percent(row.flushed), f"{row.outliers:.3g}")
         for row in rows
     ]
     text = f"flushed: the nonzero values that become zero {why}"
-    yield Section(title, text, "module|pass|dtype|>max|>flushed|>max / median", cells)
-
-
-def _folded(rows: Sequence[Range]) -> list[Range]:
-    """The rows with repeated modules merged; those that overflow most come first, then those that flush most."""
-    return _by_loss(folded_rows(rows, _together))
+    return [Section(title, text, "module|pass|dtype|>max|>flushed|>max / median", cells)] if found else []
 
 
 def _by_loss(rows: Sequence[Range]) -> list[Range]:
+    """The rows that overflow most come first, then those that flush most."""
     return sorted(rows, key=lambda row: (-row.overflowed, -row.flushed))
 
 
