@@ -9,7 +9,7 @@ from typing import Any
 from mpjax.casting.autocast import planned_call
 from mpjax.casting.plan import Plan
 from mpjax.casting.rows import Row, rows_of, unseen_of
-from mpjax.inspection.reports import Report, Section, amount, folded, short_dtypes, totals
+from mpjax.inspection.reports import Report, Section, amount, by_key, folded, short_dtypes, totals
 from mpjax.program.formats import NAMES
 from mpjax.program.source import FORWARD
 
@@ -72,14 +72,15 @@ class Explanation(Report):
 
     def _rows(self) -> Section:
         """One line for the rows that differ only in what they compute, with the pass if there is a gradient."""
-        names, alike = folded(row.module for row in self.rows), dict[Any, list[Row]]()
-        for row in self.rows:
+        names = folded(row.module for row in self.rows)
+
+        def key(row: Row) -> tuple[Any, ...]:
             follows = row.list in ("infer", "wide") and not row.flops
             planned = "" if follows else (row.op, row.why)
             marks = row.phase, row.recomputed, row.rule
-            key = names[row.module], row.source, _short(row.dtypes_in), _short(row.dtypes_out), marks, planned
-            alike.setdefault(key, []).append(row)
-        rows = [_cells(key[0], found) for key, found in alike.items()]
+            return names[row.module], row.source, _short(row.dtypes_in), _short(row.dtypes_out), marks, planned
+
+        rows = [_cells(module, found) for (module, *_), found in by_key((key(row), row) for row in self.rows).items()]
         columns = "module|line|pass|op|>runs|>FLOPs|in|out|why"
         if all(row.phase == FORWARD or row.rule for row in self.rows):
             columns, rows = columns.replace("|pass", ""), [(*cells[:2], *cells[3:]) for cells in rows]
@@ -89,10 +90,9 @@ class Explanation(Report):
         parts = ", ".join(f"{amount(n, 'FLOP')} in {dtype}" for dtype, n in sorted(self.flops.items()))
         share = f" ({self.half_share:.1%} in half)" if sum(self.flops.values()) else ""
         lines = [f"matmuls and convolutions: {parts or 'none'}{share}"]
-        left: dict[tuple[str, str], dict[str, None]] = {}
-        for row in self.opaque:
-            left.setdefault((row.source or "an unknown line", row.why), {})[row.op] = None
-        lines += [f"left as traced: {', '.join(ops)} at {source}: {why}" for (source, why), ops in left.items()]
+        left = by_key(((row.source or "an unknown line", row.why), row.op) for row in self.opaque)
+        operations = {place: ", ".join(dict.fromkeys(ops)) for place, ops in left.items()}
+        lines += [f"left as traced: {ops} at {source}: {why}" for (source, why), ops in operations.items()]
         lines += [f"not inspected: {place}" for place in self.unseen]
         if any(row.recomputed for row in self.rows):
             lines.append("↻: the backward pass recomputes it from half values instead of storing float32 ones")
