@@ -13,12 +13,7 @@ import jax.extend
 import jax.numpy as jnp
 
 from mpjax.casting.setting import Trial
-from mpjax.inspection.auditing.communication import (
-    Collective,
-    collectives_of_call,
-    device_count,
-    widens_bfloat16,
-)
+from mpjax.inspection.auditing.communication import Collective, collectives_of_call, device_count, widens_bfloat16
 from mpjax.inspection.auditing.constants import in_float32
 from mpjax.inspection.auditing.matmuls import casts_of, findings_of, matmuls_of, traffic_gain, widened_at
 from mpjax.inspection.auditing.report import Kept

@@ -143,6 +143,7 @@ class Timing(NamedTuple):
     compiled: float | None = None
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Recording:
     """A trace of a step and its program.
 
@@ -159,19 +160,17 @@ class Recording:
         instructions: The program's instructions, by name.
     """
 
-    def __init__(
-        self,
-        trace: profiler_trace.Trace,
-        text: str,
-        steps: int,
-        recompilation: Recompilation | None = None,
-        compiled: Sequence[bool] = (),
-    ):
-        self.trace, self.steps, self.recompilation, self.compiled = trace, steps, recompilation, compiled
+    trace: profiler_trace.Trace
+    text: dataclasses.InitVar[str]
+    steps: int
+    recompilation: Recompilation | None = None
+    compiled: Sequence[bool] = ()
+
+    def __post_init__(self, text: str) -> None:
         program = HloModule(text)
         self.instructions = hlo.instructions(program)
-        events = kernels.of_program(trace, program.name)
-        self.events, self.start = kernels.after_first(trace, events, steps + 1, program.name)
+        events = kernels.of_program(self.trace, program.name)
+        self.events, self.start = kernels.after_first(self.trace, events, self.steps + 1, program.name)
 
     @property
     def hidden(self) -> float:

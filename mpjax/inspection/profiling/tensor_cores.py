@@ -27,16 +27,7 @@ from __future__ import annotations
 
 import re
 
-from mpjax.inspection.profiling.hlo import (
-    ATTENTION,
-    CONVOLUTION,
-    COPY,
-    ELEMENTWISE,
-    MATMUL,
-    ON_TENSOR_CORES,
-    REDUCTION,
-    Instruction,
-)
+from mpjax.inspection.profiling import hlo
 
 _ORDINARY = re.compile(
     r"simt|ffma|[sdh]gemm|[sh]cudnn|gemv|gemmsn|gemmk1|splitk_?reduce|flash_bwd_(dot_do_o|convert_dq)"
@@ -50,12 +41,12 @@ _TENSOR_CORES = re.compile(
 )
 _TRITON = re.compile(r"(nested_)?gemm_fusion|triton_gemm")
 _WORK = (  # Helpers first: a library's matmul may consist of several kernels, only one of which is the matmul.
-    (REDUCTION, re.compile(r"splitk_?reduce")),
-    (COPY, re.compile(r"nchwtonhwc|nhwctonchw|tensortransform|tensor_transform")),
-    (ELEMENTWISE, re.compile(r"flash_bwd_(dot_do_o|convert_dq)")),
-    (ATTENTION, re.compile(r"flash|fmha|sdpa|mha_")),
-    (CONVOLUTION, re.compile(r"conv(?!ert)|fprop|dgrad|wgrad|cudnn")),
-    (MATMUL, re.compile(r"gemm|gemv|nvjet|matmul|_dot")),
+    (hlo.REDUCTION, re.compile(r"splitk_?reduce")),
+    (hlo.COPY, re.compile(r"nchwtonhwc|nhwctonchw|tensortransform|tensor_transform")),
+    (hlo.ELEMENTWISE, re.compile(r"flash_bwd_(dot_do_o|convert_dq)")),
+    (hlo.ATTENTION, re.compile(r"flash|fmha|sdpa|mha_")),
+    (hlo.CONVOLUTION, re.compile(r"conv(?!ert)|fprop|dgrad|wgrad|cudnn")),
+    (hlo.MATMUL, re.compile(r"gemm|gemv|nvjet|matmul|_dot")),
 )
 # The first compute capability whose Tensor Cores support operands of this dtype (CUDA programming guide).
 _SINCE = {"f16": 7.0, "s8": 7.2, "u8": 7.2, "bf16": 8.0, "f64": 8.0, "f8e4m3fn": 8.9, "f8e5m2": 8.9}
@@ -73,7 +64,7 @@ def work_of(name: str) -> str:
 
 
 def uses_tensor_cores(
-    name: str, instruction: Instruction | None = None, capability: float | None = None
+    name: str, instruction: hlo.Instruction | None = None, capability: float | None = None
 ) -> bool | None:
     """Whether a GPU kernel runs on Tensor Cores.
 
@@ -94,7 +85,7 @@ def uses_tensor_cores(
         return False
     if _TENSOR_CORES.search(lower):
         return True
-    if (work_of(name) or (instruction.kind if instruction else "")) not in ON_TENSOR_CORES:
+    if (work_of(name) or (instruction.kind if instruction else "")) not in hlo.ON_TENSOR_CORES:
         return False
     if instruction is None:
         return None
@@ -115,7 +106,7 @@ def takes(dtype: str, exact: bool = False, capability: float | None = None) -> b
     return since <= (9.0 if capability is None else capability)
 
 
-def why_not(instruction: Instruction) -> str:
+def why_not(instruction: hlo.Instruction) -> str:
     """Why a matmul or convolution is not on Tensor Cores, as far as its instruction shows."""
     if "f32" in instruction.dtypes:
         return "float32 at precision=highest" if instruction.exact else "float32"
