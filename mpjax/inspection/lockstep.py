@@ -243,12 +243,9 @@ class EagerLockstep(Eager, Lockstep):
 
 def _from_outside(x: Values) -> Values:
     """A value from another module, with `fresh` reset to the exact value rounded to the dtype in the program."""
-    if x.half is x.exact:
-        return Values(x.exact, x.half, x.exact)
-    dtype = jnp.result_type(x.half)
-    if jnp.result_type(x.exact) == dtype:
-        return Values(x.exact, x.half, x.exact)
-    return Values(x.exact, x.half, _narrowed(x.exact, dtype) if is_half(x.half) else cast(x.exact, dtype))
+    if x.half is x.exact or (dtype := jnp.result_type(x.half)) == jnp.result_type(x.exact):
+        return x._replace(fresh=x.exact)
+    return x._replace(fresh=_narrowed(x.exact, dtype) if is_half(x.half) else cast(x.exact, dtype))
 
 
 def _at_full_precision(eqn: Any) -> Any:

@@ -400,8 +400,7 @@ def scale_text(scale: float) -> str:
 def written(text: str, path: str | os.PathLike[str] | None) -> str:
     """Writes the text to `path`, if one is given, and returns it."""
     if path is not None:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
+        pathlib.Path(path).write_text(text, "utf-8")
     return text
 
 

@@ -91,8 +91,8 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     if fault.is_argument:
         return _in_argument(program, fault.number)
     found = _examined(program, fault, outs, functools.cache(functools.partial(in_float32, fun, args, kwargs)))
-    bad = [name for name, code in zip(_result_names(traced), outs, strict=True) if code]
-    return dataclasses.replace(found, result=bad[0] if bad else None)
+    bad = (name for name, code in zip(_result_names(traced), outs, strict=True) if code)
+    return dataclasses.replace(found, result=next(bad, None))
 
 
 def _result_names(program: TracedCall) -> list[str]:
@@ -231,9 +231,9 @@ def _examined(
 
     `outs` are the codes of the program's results; `original` traces the call in float32.
     """
-    place, block = program.places[fault.number], program.block
-    axes = dict(place.axes)
-    size = max(v.aval.size for v in place.eqn.outvars if is_inexact(v))
+    place, block, flow = program.places[fault.number], program.block, program.flow
+    axes, eqn = dict(place.axes), place.eqn
+    size = max(v.aval.size for v in eqn.outvars if is_inexact(v))
     _, here = program.point(fault)
     if not fault.is_constant and here["count"] > 1:
         _, index, device = map(int, here["index"])
@@ -242,10 +242,8 @@ def _examined(
         if position != first:
             _, here = program.point(fault, tuple(map(np.int32, (0, position % size, position // size))))
     reached, there = program.point(fault, tuple(here["index"]), wide=True)
-    eqn = place.eqn
     which, index, device = map(int, here["index"])
     out = [v.aval for v in eqn.outvars if is_inexact(v)][which]
-    flow = program.flow
     node = next(node for node in flow.eqns if node.site.eqn is eqn and node.site.phase == place.phase)
     derivative = _is_derivative(flow, node)
     element = tuple(map(int, np.unravel_index(index, out.shape)))

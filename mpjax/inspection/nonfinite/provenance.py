@@ -68,10 +68,9 @@ class WatchProbe(Probe):
     """Notes only whether a check for finite values failed, and the trip count of each `while`."""
 
     def equation(self, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays, rerun: Callable[..., Any]) -> Notes:
-        name = place.name
-        if name == "is_finite":
+        if place.name == "is_finite":
             return {_FOUND: ~jnp.all(outs[0])}
-        if name == "ne" and _compares_itself(place):
+        if place.name == "ne" and _compares_itself(place):
             return {_FOUND: jnp.any(outs[0])}
         return {}
 
@@ -233,11 +232,8 @@ class Provenance:
 
     def indices(self, places: dict[int, Site]) -> tuple[int, ...]:
         """The iterations as indices into the arrays that the loops iterate over: a reverse scan begins at the end."""
-        indices = []
-        for loop, iteration in zip(self.when[:-1:2], self.iteration, strict=True):
-            params = places[loop].eqn.params
-            indices.append(params["length"] - 1 - iteration if params.get("reverse") else iteration)
-        return tuple(indices)
+        loops = zip((places[number].eqn.params for number in self.when[:-1:2]), self.iteration, strict=True)
+        return tuple(params["length"] - 1 - i if params.get("reverse") else i for params, i in loops)
 
 
 Address = Provenance | None
