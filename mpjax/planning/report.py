@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpjax.casting import Rules
@@ -12,6 +12,13 @@ from mpjax.inspection.reports import Report, Section, amount, duration, percent,
 from mpjax.planning.memory import Memory
 
 _GIVEN = "as it is"
+# The fields of `Tried` that may be None in all rows, each with its column and its text.
+_IF_KNOWN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("seconds", "least time", lambda x: duration(x or 0.0)),
+    ("modelled", "modelled", lambda x: duration(x or 0.0)),
+    ("error", "error", lambda x: "-" if x is None else percent(x)),
+    ("batch", "largest batch", lambda x: "-" if x is None else str(x)),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,36 +157,30 @@ class PlanReport(Report):
         return Section("Largest, as it is", "", "kind|module|line|dtype|>bytes|>arrays", rows, shown=10)
 
     def _options(self) -> Section:
-        errors = any(row.error is not None for row in self.options)
-        batches = any(row.batch is not None for row in self.options)
-        timed = any(row.seconds is not None for row in self.options)
-        modelled = any(row.modelled is not None for row in self.options)
         first = self.options[0]
+        given = [each for each in _IF_KNOWN if any(getattr(row, each[0]) is not None for row in self.options)]
         rows = [
             (
                 row.name,
                 amount(row.peak, "B"),
                 f"{row.peak / first.peak - 1:+.0%}",
                 f"{row.bytes_moved / max(first.bytes_moved, 1):.2f}×",
-                *([duration(row.seconds or 0.0)] if timed else []),
-                *([duration(row.modelled or 0.0)] if modelled else []),
-                *(["-" if row.error is None else percent(row.error)] if errors else []),
-                *(["-" if row.batch is None else str(row.batch)] if batches else []),
+                *(text(getattr(row, field)) for field, _, text in given),
             )
             for row in self.options
             if not row.same
         ]
-        columns = "option|>peak|>change|>bytes moved" + "|>least time" * timed + "|>modelled" * modelled
-        columns += "|>error" * errors
+        columns = "|>".join(["option", "peak", "change", "bytes moved", *(title for _, title, _ in given)])
         idle = [row.name for row in self.options if row.same]
         text = f"each compiled; {self.compiled} programs" + (f"\nno effect: {', '.join(idle)}" if idle else "")
-        return Section("Options", text, columns + "|>largest batch" * batches, rows)
+        return Section("Options", text, columns, rows)
 
     def _draw(self, axes: Any) -> None:
         """Memory over the step by kind, as it is and with the changes."""
         plans = [(_GIVEN, self.memory.timeline)]
         plans += [("with the changes", self.after.timeline)] if self.after else []
-        kinds = list(dict.fromkeys(kind for _, line in plans for kind in self.memory.kinds | _last(line)))
+        held = (kind for _, line in plans for point in line for kind in point)
+        kinds = list(dict.fromkeys([*self.memory.kinds, *held]))
         for i, (name, line) in enumerate(plans):
             xs = [i * 1.1 + n / max(len(line) - 1, 1) for n in range(len(line))]
             stacks = [[point.get(kind, 0) / 1e9 for point in line] for kind in kinds]
@@ -189,10 +190,6 @@ class PlanReport(Report):
         if self.budget is not None and self.budget < 3 * self.peak:
             axes.axhline(self.budget / 1e9, color="black", linestyle="--", label="budget")
         axes.set(xlabel="instructions in order; the body of a loop once", ylabel="GB", xticks=[])
-
-
-def _last(line: Sequence[dict[str, int]]) -> dict[str, int]:
-    return {kind: 0 for point in line for kind in point}
 
 
 def rules_text(rules: Rules) -> str:
