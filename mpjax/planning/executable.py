@@ -51,23 +51,6 @@ class Launch:
         """The warps of all blocks."""
         return self.blocks * -(-self.threads // 32)
 
-    def warps_per_core(self, threads: int, shared: int) -> int:
-        """The warps that fit on a multiprocessor at once.
-
-        Args:
-            threads: The threads that it holds.
-            shared: The bytes of its shared memory.
-
-        Example:
-            >>> launch = Launch("fusion", 8192, 256, registers=168, stack=0, shared=128, cubin=b"")
-            >>> launch.warps_per_core(2048, 228 * 1024)
-            8
-        """
-        warps = -(-self.threads // 32)
-        rounded = -(-max(self.registers, 1) // 8) * 8  # Registers are given to a warp in units of 256.
-        of_shared = shared // (self.shared + 1024)  # CUDA takes 1 KiB of each block.
-        return warps * max(1, min(65536 // (32 * rounded * warps), threads // (32 * warps), of_shared, 32))
-
 
 def launches(serialised: bytes) -> list[Launch]:
     """The launches of an executable, those in a loop once; empty for a version of XLA that lists them in another way.

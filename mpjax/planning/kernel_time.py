@@ -113,8 +113,17 @@ def seconds_of(rows: Iterable[Timed]) -> float:
 
 
 def warps_per_core(launch: Launch, gpu: Gpu) -> int:
-    """The warps of a launch that fit on a multiprocessor of a GPU at once."""
-    return launch.warps_per_core(gpu.threads, gpu.shared + 1024)
+    """The warps of a launch that fit on a multiprocessor of a GPU at once.
+
+    Example:
+        >>> launch = Launch("fusion", 8192, 256, registers=168, stack=0, shared=128, cubin=b"")
+        >>> warps_per_core(launch, Gpu("9.0", 132, 1.83, 50 * 2**20))
+        8
+    """
+    warps = -(-launch.threads // 32)
+    rounded = -(-max(launch.registers, 1) // 8) * 8  # Registers are given to a warp in units of 256.
+    of_shared = (gpu.shared + 1024) // (launch.shared + 1024)  # CUDA takes 1 KiB of each block.
+    return warps * max(1, min(65536 // (32 * rounded * warps), gpu.threads // (32 * warps), of_shared, 32))
 
 
 def _seconds_of_code(kernel: Kernel, launch: Launch, code: Code, gpu: Gpu) -> float:
