@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from mpjax.inspection.profiling.hlo import HloModule, Line, module_path, sizes
-from mpjax.planning.traffic import ARRAY, elements_size, flat
+from mpjax.planning.traffic import ARRAY, UPDATES, elements_size, flat, source_of
 from mpjax.program.source import informative_frame, is_library_file
 
 # By name: XLA's opcodes.
@@ -22,7 +22,6 @@ from mpjax.program.source import informative_frame, is_library_file
 FORWARD, BACKWARD, OUTSIDE = "forward", "backward", "outside"
 _ALIASES = frozenset("bitcast opt-barrier optimization-barrier tuple get-tuple-element".split())
 _NONE = frozenset("constant after-all partition-id replica-id".split())
-_UPDATES = frozenset({"dynamic-update-slice", "scatter"})
 # Not element by element.
 _MOVES = frozenset(
     "transpose copy reverse gather concatenate pad slice dynamic-slice reduce reduce-window dot sort broadcast".split()
@@ -257,7 +256,7 @@ class _Schedule:
     def _written(self, line: Line, result: int, operands: Sequence[list[Buffer]]) -> Line | Buffer | None:
         """What an update of a slice writes: the line that makes it in the same fusion, or the operand."""
         if not line.is_fusion:
-            return next(iter(operands[1]), None) if line.opcode in _UPDATES else None
+            return next(iter(operands[1]), None) if line.opcode in UPDATES else None
         inner = flat(self.program, line.called[0])
         root = list(inner.values())[-1]
         update = _source(inner, root.operands[result] if root.opcode == "tuple" else root.name)
@@ -282,14 +281,14 @@ class _Schedule:
         """The results that are written into operands: the position of each, and of its operand."""
         aliases = line.attributes.partition("output_to_operand_aliasing={")[2].partition("custom_call_target")[0]
         yield from ((int(out or 0), int(operand)) for out, operand in _RESULT_OF.findall(aliases))
-        if line.opcode in _UPDATES:
+        if line.opcode in UPDATES:
             yield 0, 0
         if line.is_fusion:
             inner = flat(self.program, line.called[0])
             root = list(inner.values())[-1]
             for i, name in enumerate(root.operands if root.opcode == "tuple" else (root.name,)):
                 update = _source(inner, name)
-                if update.opcode in _UPDATES and (first := _source(inner, update.operands[0])).opcode == "parameter":
+                if update.opcode in UPDATES and (first := _source(inner, update.operands[0])).opcode == "parameter":
                     yield i, first.number
 
     def _new(self, line: Line, argument: int | None = None, keep: bool = True) -> list[Buffer]:
@@ -343,9 +342,8 @@ def _last_reads(lines: Mapping[str, Line]) -> dict[str, str]:
 
 
 def _source(lines: Mapping[str, Line], name: str) -> Line:
-    """The line whose value this is, before bitcasts."""
-    line = lines[name]
-    return _source(lines, line.operands[0]) if line.opcode in ("bitcast", "copy") and line.operands else line
+    """The line whose value this is, before bitcasts and copies."""
+    return source_of(lines, lines[name], ("bitcast", "copy"))
 
 
 def _fixed(lines: Mapping[str, Line], root: Line, results: Mapping[int, Buffer]) -> dict[tuple[str, int], Buffer]:

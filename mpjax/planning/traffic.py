@@ -14,7 +14,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from mpjax.inspection.profiling.hlo import HloModule, Line, iterations
 _NO_KERNEL = frozenset("parameter constant bitcast tuple get-tuple-element after-all opt-barrier".split())
 _SLICES = frozenset("slice dynamic-slice gather".split())
 # The operand that is written into the first operand, whose buffer is the result's.
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 # A layout in memory space 5 is in the host's memory, which costs the device none.
 HOST = "S(5)"
 # One with tiles and memory space 1 is in a TPU's vector memory, which costs no bandwidth.
@@ -150,7 +150,8 @@ def _convolution_flops(line: Line, labels: str, operands: list[list[int]], out: 
     XLA for TPUs writes the batch of a matmul as a spatial dimension with a window as large, which visits one element of
     the batch at each position.
     """
-    lhs, kernel, result = (dict(zip(names, sizes, strict=True)) for names, sizes in _labelled(labels, *operands, out))
+    labelled = zip(re.split(r"_|->", labels), (*operands, out), strict=True)
+    lhs, kernel, result = (dict(zip(names, sizes, strict=True)) for names, sizes in labelled)
     window = dict(part.split("=") for part in line.attribute(r"window=\{([^}]*)").split())
     multiplied = result["b"] * result["f"] * kernel["i"]
     for i, dimension in enumerate(sorted(set(kernel) - {"i", "o"})):
@@ -163,10 +164,6 @@ def _convolution_flops(line: Line, labels: str, operands: list[list[int]], out: 
         inside = (places >= 0) & (places <= (lhs[dimension] - 1) * dilation) & (places % dilation == 0)
         multiplied *= int(inside.sum())
     return 2 * multiplied
-
-
-def _labelled(labels: str, *sizes: list[int]) -> Iterable[tuple[str, list[int]]]:
-    return zip(re.split(r"_|->", labels), sizes, strict=True)
 
 
 def dimensions(hlo_type: str) -> list[int]:
@@ -191,7 +188,7 @@ def _bytes(program: HloModule, siblings: Mapping[str, Line], line: Line) -> int:
     needed = _needed(lines, results, {update.name for update in updates if update})
     read = sum(needed[source.name] * size(source.type) for source in sources)
     written = sum(
-        size(lines[update.operands[_UPDATES[update.opcode]]].type if update else result.type)
+        size(lines[update.operands[UPDATES[update.opcode]]].type if update else result.type)
         for result, update in zip(results, updates, strict=True)
     )
     return math.ceil(read) + written
@@ -219,14 +216,15 @@ def flat(program: HloModule, computation: str) -> dict[str, Line]:
 
 def _in_place(lines: Mapping[str, Line], result: Line, sources: list[Line]) -> Line | None:
     """The operand that updates part of a source in the source's own buffer."""
-    update = _through_bitcasts(lines, result)
-    if update.opcode in _UPDATES and _through_bitcasts(lines, lines[update.operands[0]]) in sources:
+    update = source_of(lines, result)
+    if update.opcode in UPDATES and source_of(lines, lines[update.operands[0]]) in sources:
         return update
     return None
 
 
-def _through_bitcasts(lines: Mapping[str, Line], line: Line) -> Line:
-    while line.opcode == "bitcast" and line.operands[0] in lines:
+def source_of(lines: Mapping[str, Line], line: Line, passing: Sequence[str] = ("bitcast",)) -> Line:
+    """The line whose value this is, before instructions that only pass it on."""
+    while line.opcode in passing and line.operands and line.operands[0] in lines:
         line = lines[line.operands[0]]
     return line
 
