@@ -15,7 +15,7 @@ from mpjax.casting.rules import Attention, CrossEntropy, ResidualStream
 from mpjax.inspection.reports import amount
 from mpjax.inspection.trials import relative_error
 from mpjax.planning import kernel_time
-from mpjax.planning.memory import Memory, memory_of
+from mpjax.planning.memory import memory_of
 from mpjax.planning.report import PlanReport as PlanReport
 from mpjax.planning.report import Tried, rules_text
 from mpjax.planning.search import Combination, cheapest, largest_batch
@@ -302,17 +302,17 @@ class _Planner:
 
     def report(self, budget: int | None, chosen: Combination, rows: Iterable[Tried], batch: int | None) -> PlanReport:
         """The report."""
-        after = self._compiled(chosen) if chosen else None
+        after, place = self._compiled(chosen) if chosen else None, self.step.place
         options: Any = {change.axis: change.value for change in chosen if not change.edit}
         rules = Rules(**options) if options else None
         return PlanReport(
             name=getattr(self.step.fun, "__name__", type(self.step.fun).__name__),
-            device=self._device(),
+            device=place.name if place.mesh is None else f"each of {place.mesh.size} × {place.name}",
             budget=budget,
-            memory=self._memory(self.base),
+            memory=memory_of(self.base, self.scores, self.logits),
             options=tuple(rows),
             chosen=tuple(change.name for change in chosen),
-            after=self._memory(after) if after else None,
+            after=memory_of(after, self.scores, self.logits) if after else None,
             fits=None if budget is None else (after or self.base).peak <= budget,
             rules=rules,
             edits=tuple(self._edits(chosen, rules)),
@@ -321,13 +321,6 @@ class _Planner:
             batch=batch,
             notes=tuple(self._notes(budget)),
         )
-
-    def _device(self) -> str:
-        mesh = self.step.place.mesh
-        return self.step.place.name if mesh is None else f"each of {mesh.size} × {self.step.place.name}"
-
-    def _memory(self, compiled: Compiled) -> Memory:
-        return memory_of(compiled, self.scores, self.logits)
 
     def _edits(self, chosen: Combination, rules: Rules | None) -> Iterator[str]:
         for change in chosen:
@@ -373,10 +366,4 @@ class _Planner:
 
 def _shards(x: Any, axis: int) -> int:
     """The number of parts into which a sharding divides an axis of an array."""
-    sharding = getattr(x, "sharding", None)
-    spec: Sequence[Any] = getattr(sharding, "spec", ())
-    if axis >= len(spec) or spec[axis] is None or sharding is None:
-        return 1
-    names = spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
-    shape = sharding.mesh.shape
-    return int(jax.numpy.prod(jax.numpy.array([shape[name] for name in names])))
+    return 1 if x.sharding is None else int(x.shape[axis] // x.sharding.shard_shape(x.shape)[axis])
