@@ -105,14 +105,13 @@ def _lowered(
     peak: Callable[[Combination], int],
 ) -> Combination:
     """Adds, replaces and takes back one change at a time while that lowers the peak, until the step fits."""
-    best, unsuccessful, left = start, 0, _STEPS * len(alone)
+    best, unsuccessful = start, 0
     if compiled(best):
         return best
-    for change in itertools.cycle(alone):
-        if unsuccessful == len(alone) or not left:
+    for change in itertools.islice(itertools.cycle(alone), _STEPS * len(alone)):
+        if unsuccessful == len(alone):
             break
         other = _toggled(best, change)
-        left -= 1
         fits = compiled(other)
         unsuccessful = 0 if peak(other) < peak(best) else unsuccessful + 1
         best = best if unsuccessful else other

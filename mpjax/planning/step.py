@@ -271,7 +271,7 @@ class Step:
         if not isinstance(self.fun, jax.stages.Wrapped) or not hasattr(self.fun, "trace"):
             return ()
         traced = self.fun.trace(*self.args, **self.kwargs)
-        infos = jax.tree.leaves(getattr(traced, "args_info", ()), is_leaf=_is_info)
+        infos = jax.tree.leaves(getattr(traced, "args_info", ()), is_leaf=lambda x: hasattr(x, "donated"))
         same = len(infos) == len([x for x in jax.tree.leaves((self.args, self.kwargs)) if is_array(x)])
         return tuple(i for i, info in enumerate(infos) if same and info.donated)
 
@@ -359,10 +359,6 @@ class Step:
         """The matmuls of a traced step."""
         jaxpr = traced.program.jaxpr
         return matmuls_of(list(walk(jaxpr, owners=owners_of(jaxpr, traced.program.names))))
-
-
-def _is_info(x: Any) -> bool:
-    return hasattr(x, "donated")
 
 
 def carried_by(program: TracedCall, args: Any, kwargs: Any) -> dict[int, int]:

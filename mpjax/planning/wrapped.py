@@ -27,8 +27,7 @@ _LOW_BIT = 4096  # `low_bit_state` stores arrays of as many elements
 
 def low_bits(traced: Traced) -> list[int]:
     """The arguments that `low_bit_state` stores in fewer bits."""
-    large = [i for i in _float32(traced, STATE) if traced.program.arrays[i].ndim]
-    return [i for i in large if traced.program.arrays[i].size >= _LOW_BIT]
+    return [i for i in _float32(traced, STATE) if traced.program.arrays[i].size >= _LOW_BIT]
 
 
 def masters(traced: Traced) -> list[int]:
