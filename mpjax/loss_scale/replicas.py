@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mpjax.program import compat
+
 
 def all_finite(tree: Any, state: Any, axis_name: Any) -> jax.Array:
     """Whether every inexact leaf is finite on every replica. Reads the tree once.
@@ -36,13 +38,8 @@ def _axes(finite: jax.Array, state: Any, axis_name: Any) -> tuple[Any, ...]:
         return named
     # A replica with its own state (in an ensemble) decides for itself. Replicas that share a state decide together.
     # Under these checks JAX refuses to reduce over an axis that the value does not vary over.
-    disagreeing = _varying(finite) - _varying(state)
+    disagreeing = compat.varying_axes(finite) - compat.varying_axes(state)
     return tuple(n for n in named if n not in manual) + tuple(a for a in manual if a in disagreeing)
-
-
-def _varying(x: Any) -> frozenset[str]:
-    """The manual mesh axes along which the replicas of a value differ, according to `shard_map`'s checks."""
-    return jax.typeof(x).manual_axis_type.varying
 
 
 def _varying_axes_are_known(manual: tuple[str, ...]) -> bool:

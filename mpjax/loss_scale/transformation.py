@@ -257,22 +257,19 @@ def _loss_scaled(
 
     def next_state(state: LossScaleState, finite: jax.Array, loss_finite: jax.Array) -> LossScaleState:
         """The state with its counters and scale after a step, and still the old inner state."""
-        skips = jnp.where(finite, 0, optax.safe_increment(state.consecutive_skips))
-        good = jnp.where(finite, optax.safe_increment(state.good_steps), 0)
+        add_one = optax.safe_increment
+        skips = jnp.where(finite, 0, add_one(state.consecutive_skips))
+        good = jnp.where(finite, add_one(state.good_steps), 0)
         grow = good >= growth_interval
         back_off = ~finite & loss_finite & (skips >= hysteresis)
         return state._replace(
             loss_scale=next_scale(state.loss_scale, grow, back_off),
             good_steps=jnp.where(grow, 0, good),
-            skipped_steps=jnp.where(finite, state.skipped_steps, optax.safe_increment(state.skipped_steps)),
+            skipped_steps=jnp.where(finite, state.skipped_steps, add_one(state.skipped_steps)),
             consecutive_skips=skips,
             last_finite=finite,
-            nonfinite_losses=jnp.where(
-                loss_finite, state.nonfinite_losses, optax.safe_increment(state.nonfinite_losses)
-            ),
-            consecutive_nonfinite_losses=jnp.where(
-                loss_finite, 0, optax.safe_increment(state.consecutive_nonfinite_losses)
-            ),
+            nonfinite_losses=jnp.where(loss_finite, state.nonfinite_losses, add_one(state.nonfinite_losses)),
+            consecutive_nonfinite_losses=jnp.where(loss_finite, 0, add_one(state.consecutive_nonfinite_losses)),
         )
 
     def decide(values: Any, state: LossScaleState, extra_args: dict[str, Any]) -> LossScaleState:
