@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mpjax.loss_scale.closures import Call, closed
@@ -27,10 +26,10 @@ from mpjax.loss_scale.cotangents import (
     leave,
     level,
     levels,
-    no_level,
     unscale_by,
 )
 from mpjax.loss_scale.state import loss_scale_of
+from mpjax.loss_scale.trees import widened
 from mpjax.loss_scale.usage import warn_of_gradients_divided_twice, warn_of_rules_outside
 from mpjax.policy import is_half
 from mpjax.program import compat, contexts
@@ -160,17 +159,17 @@ def true_cotangents(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
         if _is_initializing(fun):
             return fun(*args, **kwargs)
         call = Call(fun, args, kwargs)
-        wide = _widened(call.arrays)
+        wide = widened(call.arrays)
         if compat.is_tracing():
-            with no_level():
+            with contexts.scaled_losses(()):
                 inside, hoisted = closed("true_cotangents", call.results, wide)
-            entered, scaled = [*wide, *_widened(hoisted)], levels(of_rules)
+            entered, scaled = [*wide, *widened(hoisted)], levels(of_rules)
             for scale, mark in scaled or ():
                 entered = _crossed(entered, scale, 1.0 / scale, mark)
             back = [x.astype(like.dtype) for x, like in zip(entered[len(wide) :], hoisted, strict=True)]
             with jax.named_scope(OUTSIDE) if scaled is None else contextlib.nullcontext():
                 found = inside([*entered[: len(wide)], *back])
-            outs = _widened(found)
+            outs = widened(found)
             for scale, mark in scaled or ():
                 outs = _crossed(outs, 1.0 / scale, scale, mark)
         else:
@@ -186,10 +185,6 @@ def _crossed(arrays: Sequence[Any], factor: jax.Array, inverse: jax.Array, mark:
     inexact = [x for x in arrays if is_differentiable(x)]
     crossed = iter(leave(inexact, factor) if mark is None else cross(inexact, factor, inverse, mark))
     return [next(crossed) if is_differentiable(x) else x for x in arrays]
-
-
-def _widened(arrays: Sequence[Any]) -> list[Any]:
-    return [x.astype(jnp.float32) if is_half(x) else x for x in arrays]
 
 
 def _is_initializing(fun: Any) -> bool:

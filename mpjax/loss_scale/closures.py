@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from mpjax.loss_scale.cotangents import in_rules, is_differentiable, no_level
+from mpjax.loss_scale.cotangents import is_differentiable
 from mpjax.policy import is_half, path_string
-from mpjax.program import compat
+from mpjax.program import compat, contexts
 from mpjax.program.evaluator import bind_in_context, evaluate
 from mpjax.program.graph import replaced
 from mpjax.program.linearity import check_scaled_rule
@@ -72,7 +72,7 @@ def _with_scaled_rule(eqn: Any) -> Any:
     count = len(eqn.outvars)
 
     def run(rule: Callable[..., Any], *args: Any) -> Any:
-        with in_rules():
+        with contexts.scaled_losses(contexts.IN_RULE):
             _check(rule, args, count, eqn)
             return rule(*args)
 
@@ -84,7 +84,7 @@ def _with_true_rule(eqn: Any) -> Any:
         return eqn
 
     def run(rule: Callable[..., Any], *args: Any) -> Any:
-        with no_level():
+        with contexts.scaled_losses(()):
             return rule(*args)
 
     return compat.in_scope(compat.with_backward_rule(eqn, run), TRUE)

@@ -270,16 +270,6 @@ def level(scale: jax.Array, mark: jax.Array, around: Any) -> Iterator[None]:
         new.end()
 
 
-def in_rules() -> Any:
-    """A context for the backward pass of a scaled loss, in which only the code of backward rules runs."""
-    return contexts.scaled_losses(contexts.IN_RULE)
-
-
-def no_level() -> Any:
-    """A context for code whose cotangents are true."""
-    return contexts.scaled_losses(())
-
-
 def levels(scale: jax.Array) -> list[tuple[jax.Array, Any]] | None:
     """The scale and the mark of each scaled derivative; None outside of scaled losses.
 

@@ -15,15 +15,13 @@ import numpy as np
 from mpjax.loss_scale.applying import merge, trainable
 from mpjax.loss_scale.boundary import checked_aux, one_scale
 from mpjax.loss_scale.cotangents import (
-    in_rules,
     is_differentiable,
     is_overwritten,
     level,
     multiply,
-    no_level,
     unscale_by,
 )
-from mpjax.loss_scale.trees import same_structure
+from mpjax.loss_scale.trees import same_structure, widened
 from mpjax.policy import is_half, path_string
 from mpjax.program import contexts
 from mpjax.program.objects import contains_nnx_object, functional, with_values
@@ -107,7 +105,11 @@ def value_and_grad(
         >>> grads.dtype, float(grads[0])
         (dtype('float32'), 5.96...e-08)
     """
-    run = fun if policy is None else _autocast(fun, policy)
+    run = fun
+    if policy is not None:
+        from mpjax.casting.autocast import autocast  # imported here, so that loss scaling does not depend on it
+
+        run = autocast(fun, policy)
     run = checked_aux("value_and_grad", run) if has_aux else run
     if opt_state is not None:
         one_scale("value_and_grad", opt_state)  # reports a state without a scale here, not at the first step
@@ -140,16 +142,16 @@ def value_and_grad(
         finish: list[Callable[[Any], Any]] = []
         around = contexts.scaled_losses.value
         scale = None if opt_state is None else one_scale("value_and_grad", opt_state)
-        wide = {i: _wide(given[i]) for i in chosen}
+        wide = {i: widened(given[i]) for i in chosen}
         mark = np.zeros((), np.float32)
-        with contextlib.nullcontext() if scale is None else in_rules():
+        with contextlib.nullcontext() if scale is None else contexts.scaled_losses(contexts.IN_RULE):
             (_, out), (grads, _) = jax.value_and_grad(loss_at, has_aux=True)((wide, mark), scale)
         if scale is not None:
             grads = unscale_by(grads, scale)
             float8 = jax.tree_util.tree_map_with_path(_is_float8, wide)
             if any(jax.tree.leaves(float8)):
                 # A scaled cotangent does not fit in float8, whose largest number is 448.
-                with no_level():
+                with contexts.scaled_losses(()):
                     (unscaled, _), _ = jax.grad(loss_at, has_aux=True)((wide, mark), None)
                 grads = jax.tree.map(lambda is_float8, g, u: u if is_float8 else g, float8, grads, unscaled)
         out = finish[0](out)
@@ -254,18 +256,8 @@ def _chosen(argnums: Argnums, count: int) -> dict[int, int | nnx.DiffState]:
     return chosen
 
 
-def _autocast(fun: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-    from mpjax.casting.autocast import autocast  # imported here, so that loss scaling does not depend on it
-
-    return autocast(fun, policy)
-
-
 def _is_float8(path: Any, x: Any) -> bool:
     return is_differentiable(x) and x.dtype.itemsize == 1 and not is_overwritten(path_string(path))
-
-
-def _wide(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_half(x) else x, tree)
 
 
 def _narrow(wide: Any, original: Any) -> Any:

@@ -38,6 +38,11 @@ def row_major(tree: T) -> T:
     return jax.tree.map(leaf, tree)
 
 
+def widened(tree: T) -> T:
+    """The tree with half arrays in float32."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_half(x) else x, tree)
+
+
 def along_leading_axes(x: jax.Array, leaf: Any, name: str, path: str) -> jax.Array:
     """Reshapes `x`, one value for each member of mapped axes, to broadcast against a leaf with these leading axes."""
     shape = jnp.shape(leaf)
@@ -59,14 +64,11 @@ def settled(inner: optax.GradientTransformationExtraArgs, state: Any, params: An
     if not any(map(is_half, jax.tree.leaves(params))):
         return state
 
-    def wide(params: Any) -> Any:
-        return jax.tree.map(lambda p: p.astype(jnp.float32) if is_half(p) else p, params)
-
     def update(state: Any, params: Any) -> Any:
-        return inner.update(wide(params), state, params, value=jnp.float32(0))[1]
+        return inner.update(widened(params), state, params, value=jnp.float32(0))[1]
 
     with jax.numpy_dtype_promotion("standard"):
-        state = cast_like(state, jax.eval_shape(lambda p: inner.init(wide(p)), params))
+        state = cast_like(state, jax.eval_shape(lambda p: inner.init(widened(p)), params))
         try:
             return cast_like(state, jax.eval_shape(update, state, params))
         except Exception:
