@@ -33,6 +33,7 @@ from mpjax.loss_scale.trees import widened
 from mpjax.loss_scale.usage import warn_of_gradients_divided_twice, warn_of_rules_outside
 from mpjax.policy import is_half
 from mpjax.program import compat, contexts
+from mpjax.program.objects import filled
 from mpjax.program.source import OUTSIDE, SCALED
 
 P = ParamSpec("P")
@@ -100,10 +101,8 @@ def scale_loss(fun: Callable[P, T], opt_state: Any, has_aux: bool = False) -> Ca
         where = [i for i, x in enumerate(arrays) if is_differentiable(x) and not is_overwritten(names[i])]
         with jax.named_scope(SCALED):
             entered, mark = enter([arrays[i] for i in where], inverse, tuple(names[i] for i in where))
-        for i, x in zip(where, entered, strict=True):
-            arrays[i] = x
         with level(scale, mark, contexts.scaled_losses.value):  # for derivative rules, which run now
-            outs = inside([mark, *arrays])
+            outs = inside([mark, *filled(arrays, where, entered)])
         return call.finish(_crossed(outs, scale, inverse, mark))
 
     return scaled

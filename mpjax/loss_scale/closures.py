@@ -15,13 +15,11 @@ from mpjax.program import compat, contexts
 from mpjax.program.evaluator import bind_in_context, evaluate
 from mpjax.program.graph import replaced
 from mpjax.program.linearity import check_scaled_rule
-from mpjax.program.objects import functional, is_nnx_object
+from mpjax.program.objects import filled, functional, is_nnx_object, split_arrays
 from mpjax.program.source import TRUE, scopes
 from mpjax.program.tracing import intercepted
 
 # By name: only a `jit` can be inlined by its parameters.
-
-_ARRAY = object()  # in place of an array in a result
 
 
 class Call:
@@ -43,20 +41,13 @@ class Call:
 
     def results(self, *arrays: Any) -> list[Any]:
         """The arrays among the results of the call with other `arrays`."""
-        leaves = list(self._leaves)
-        for i, array in zip(self._where, arrays, strict=True):
-            leaves[i] = array
-        args, kwargs = jax.tree.unflatten(self._tree, leaves)
-        results, self._out_tree = jax.tree.flatten(self._call(*args, **kwargs))
-        # Tracers must not outlive the trace.
-        self._results = [_ARRAY if isinstance(x, jax.Array) else x for x in results]
-        return [x for x in results if isinstance(x, jax.Array)]
+        args, kwargs = jax.tree.unflatten(self._tree, filled(self._leaves, self._where, arrays))
+        results, self._rebuild = split_arrays(self._call(*args, **kwargs))
+        return results
 
     def finish(self, arrays: Sequence[Any]) -> Any:
         """The result of the call from its arrays. NNX objects among the arguments get their new state."""
-        rest = iter(arrays)
-        results = [next(rest) if x is _ARRAY else x for x in self._results]
-        return self._finish(jax.tree.unflatten(self._out_tree, results))
+        return self._finish(self._rebuild(arrays))
 
 
 # The jaxprs of scaled losses and of `true_cotangents`, each with its replacement: derivative rules in it know whether
@@ -139,9 +130,7 @@ def closed(
     where = [i for i, x in enumerate(program.consts) if _is_perturbed(x)]
 
     def inside(given: Sequence[Any]) -> list[Any]:
-        consts = list(program.consts)
-        for i, x in zip(where, given[len(arrays) :], strict=True):
-            consts[i] = x
+        consts = filled(program.consts, where, given[len(arrays) :])
         inputs = (*program.jaxpr.constvars, *program.jaxpr.invars)
         return evaluate(program.jaxpr, dict(zip(inputs, (*consts, *given[: len(arrays)]), strict=True)), rule)
 

@@ -14,6 +14,7 @@ import optax
 
 from mpjax.optimizer_state import low_bit_state
 from mpjax.program import compat, evaluator
+from mpjax.program.objects import filled
 from mpjax.program.tracing import trace
 
 if TYPE_CHECKING:
@@ -83,9 +84,8 @@ def with_master_weights(traced: Traced, half: Any) -> Traced:
     jaxpr = compat.open_jaxpr(program.jaxpr)
 
     def step(given: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
-        values: list[Any] = list(given)
-        for i, master in zip(full, kept, strict=True):
-            values[i] = _Weight(master, given[i])
+        weights = [_Weight(master, given[i]) for i, master in zip(full, kept, strict=True)]
+        values = filled(given, full, weights)
         outs = [_master(x) for x in _run(jaxpr.jaxpr, jaxpr.consts, values)]
         new = [outs[traced.carried[i]] for i in full]
         for i, master in zip(full, new, strict=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,32 @@ def is_stateful(x: Any) -> bool:
 def contains_state(tree: Any) -> bool:
     """Whether a tree holds an NNX object or Variable at any depth."""
     return any(map(is_stateful, jax.tree.leaves(tree, is_leaf=is_stateful)))
+
+
+def filled(values: Iterable[Any], places: Iterable[int], others: Iterable[Any]) -> list[Any]:
+    """A list of values with others at some places."""
+    result = list(values)
+    for i, x in zip(places, others, strict=True):
+        result[i] = x
+    return result
+
+
+def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
+    """The arrays among the leaves of a tree, and a function that rebuilds the tree with others in their places.
+
+    The function holds no array: a tracer must not outlive its trace.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    kept = [_ARRAY if isinstance(x, jax.Array) else x for x in leaves]
+
+    def rebuild(arrays: Iterable[Any]) -> Any:
+        rest = iter(arrays)
+        return jax.tree.unflatten(structure, [next(rest) if x is _ARRAY else x for x in kept])
+
+    return [x for x in leaves if isinstance(x, jax.Array)], rebuild
+
+
+_ARRAY = object()  # in place of an array in a tree
 
 
 def names(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
@@ -73,10 +99,7 @@ def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, An
     def pure(state: Any, rest: list[Any]) -> Any:
         before = _arrays(state)
         merged = nnx.merge(graph, state, copy=True)  # never the caller's own Variables
-        filled = list(rest)
-        for i, x in zip(where, merged, strict=True):
-            filled[i] = x
-        args, kwargs = jax.tree.unflatten(tree, filled)
+        args, kwargs = jax.tree.unflatten(tree, filled(rest, where, merged))
         returned = fun(*args, **kwargs)
         outs, out_tree = jax.tree.flatten(returned, is_leaf=is_stateful)
         paths = {id(x): path for path, x in _attributes(merged).items()} if contains_state(outs) else {}
@@ -98,11 +121,11 @@ def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, An
             nnx.update(objects, state)
         new = iter(nnx.merge(made["new"], new_state) if made["new"] is not None else ())
         known = _attributes(objects) if any(made["places"]) else {}
-        filled = [
+        results = [
             out if place is None else next(new) if place == _NEW else known[place]
             for out, place in zip(outs, made["places"], strict=True)
         ]
-        return jax.tree.unflatten(made["tree"], filled)
+        return jax.tree.unflatten(made["tree"], results)
 
     return pure, (state, rest), {}, finish
 

@@ -56,16 +56,11 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
     out: dict[str, Any] = {}
 
     def flat(*arrays: Any) -> list[Any]:
-        filled = [leaf for _, leaf in leaves]
-        for i, array in zip(where, arrays, strict=True):
-            filled[i] = array
-        args, kwargs = jax.tree.unflatten(tree, filled)
-        results, out["tree"] = jax.tree.flatten(fun(*args, **kwargs))
+        args, kwargs = jax.tree.unflatten(tree, objects.filled((leaf for _, leaf in leaves), where, arrays))
+        results, out["rebuild"] = objects.split_arrays(fun(*args, **kwargs))
         if half is not None:
             out["rules"] = derivative_rules.trace_live()
-        # Tracers must not outlive the trace.
-        out["leaves"] = [_ARRAY if isinstance(leaf, jax.Array) else leaf for leaf in results]
-        return [leaf for leaf in results if isinstance(leaf, jax.Array)]
+        return results
 
     try:
         with contexts.planning(half.name) if half is not None else contextlib.nullcontext():
@@ -76,15 +71,7 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
         raise TypeError(_needs_a_value(fun, error)) from error
     if half is not None:
         derivative_rules.remember(jaxpr, out["rules"])
-
-    def rebuild(results: Sequence[Any]) -> Any:
-        rest = iter(results)
-        return jax.tree.unflatten(out["tree"], [next(rest) if leaf is _ARRAY else leaf for leaf in out["leaves"]])
-
-    return TracedCall(jaxpr, arrays, [jax.tree_util.keystr(leaves[i][0]) for i in where], rebuild)
-
-
-_ARRAY = object()  # in place of an array in a result
+    return TracedCall(jaxpr, arrays, [jax.tree_util.keystr(leaves[i][0]) for i in where], out["rebuild"])
 
 
 def _needs_a_value(fun: Callable[..., Any], error: Exception) -> str:
