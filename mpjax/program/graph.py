@@ -10,13 +10,13 @@ import dataclasses
 import functools
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from mpjax.program import compat
+from mpjax.program.dataflow import once_per_jaxpr, variables
 from mpjax.program.primitives import TABLE, Op, matmul_flops, primitive
 from mpjax.program.source import (
     BACKWARD,
@@ -251,9 +251,6 @@ def sub_jaxprs(eqn: Any) -> Sequence[SubJaxpr]:
     return [_padded(jaxpr, ()) for jaxpr in inner]
 
 
-_inputs_read: weakref.WeakKeyDictionary[Any, tuple[bool, ...]] = weakref.WeakKeyDictionary()
-
-
 def operands_read(eqn: Any) -> Sequence[bool]:
     """For each operand of an equation, whether the compiled program reads it; others are for derivatives alone."""
     row, count = primitive(eqn.primitive.name), len(eqn.invars)
@@ -267,13 +264,12 @@ def operands_read(eqn: Any) -> Sequence[bool]:
     return [i in read or i not in passed for i in range(count)]
 
 
+@once_per_jaxpr
 def inputs_read(jaxpr: Any) -> tuple[bool, ...]:
     """The same for each input of an open jaxpr."""
-    if jaxpr not in _inputs_read:
-        read = [v for eqn in jaxpr.eqns for v, used in zip(eqn.invars, operands_read(eqn), strict=True) if used]
-        found = {v for v in (*read, *jaxpr.outvars) if not isinstance(v, compat.Literal)}
-        _inputs_read[jaxpr] = tuple(v in found for v in jaxpr.invars)
-    return _inputs_read[jaxpr]
+    read = [v for eqn in jaxpr.eqns for v, used in zip(eqn.invars, operands_read(eqn), strict=True) if used]
+    found = {*variables((*read, *jaxpr.outvars))}
+    return tuple(v in found for v in jaxpr.invars)
 
 
 def replaced(jaxpr: Any, equation: Callable[[Any], Any], known: MutableMapping[Any, Any]) -> Any:
@@ -374,7 +370,7 @@ def unknown_flops(eqn: Any) -> int | None:
         return eqn.primitive.impl(*operands, **params)
 
     try:
-        implemented = compat.trace(implementation, *(v.aval for v in eqn.invars if not isinstance(v, compat.Literal)))
+        implemented = compat.trace(implementation, *(v.aval for v in variables(eqn.invars)))
     except Exception:  # An implementation may be any code, or be missing.
         return None
     return sum(site.flops for site in walk(implemented))
@@ -392,8 +388,7 @@ def walk(jaxpr: Any, around: Site | None = None, owners: Owners = NOBODY) -> Ite
 def replicas(eqn: Any) -> int:
     """The number of devices that run the sub-jaxpr of an equation, each on its own shard."""
     if eqn.primitive.name == "shard_map":
-        options = compat.shard_map_options(eqn.params)
-        return math.prod(options["mesh"].shape[name] for name in options["axis_names"])
+        return math.prod(manual_axes(eqn.params).values())
     return int(eqn.params["axis_size"]) if eqn.primitive.name == "xla_pmap" else 1
 
 
@@ -429,10 +424,10 @@ class Block:
     @functools.cached_property
     def last_uses(self) -> list[list[Any]]:
         """For each equation, the variables that no later equation reads and the block does not return."""
-        live = {v for v in self.jaxpr.outvars if not isinstance(v, compat.Literal)}
+        live = {*variables(self.jaxpr.outvars)}
         dead: list[list[Any]] = []
         for site in reversed(self.eqns):
-            used = {v for v in (*site.invars, *site.outvars) if not isinstance(v, compat.Literal)}
+            used = {*variables((*site.invars, *site.outvars))}
             dead.append([v for v in used if v not in live])
             live |= used
         return dead[::-1]
