@@ -466,23 +466,23 @@ class EquationContext:
         self._source.__exit__(*exception)
 
 
+def _with_scopes(eqn: Any, stack: Any) -> Any:
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
 def in_scope(eqn: Any, name: str) -> Any:
     """An equation in one more named scope."""
-    info = eqn.source_info
-    return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(name)))
+    return _with_scopes(eqn, eqn.source_info.name_stack.extend(name))
 
 
 def in_scopes_of(eqn: Any, around: Any) -> Any:
     """An equation of a call's sub-jaxpr, with the named scopes of the call too."""
-    info = eqn.source_info
-    stack = around.source_info.name_stack + info.name_stack
-    return eqn.replace(source_info=info.replace(name_stack=stack))
+    return _with_scopes(eqn, around.source_info.name_stack + eqn.source_info.name_stack)
 
 
 def add_scope(eqn: Any, name: str) -> None:
     """Puts an equation of a new program into a further named scope."""
-    info = eqn.source_info
-    eqn.source_info = info.replace(name_stack=info.name_stack.extend(name))
+    eqn.source_info = in_scope(eqn, name).source_info
 
 
 def with_sub_jaxpr(eqn: Any, old: Any, new: Any) -> Any:

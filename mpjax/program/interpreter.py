@@ -383,8 +383,7 @@ def bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     if primitive(name).bits or primitive(name).op is Op.OPAQUE:
         return bind_as_stored(eqn, arrays)
     params = {key: _wide_parameter(value) for key, value in eqn.params.items()}
-    outs = eqn.primitive.bind(*map(widened, arrays), **compat.bind_params(eqn.primitive, params))
-    return list(outs) if eqn.primitive.multiple_results else [outs]
+    return bind(eqn.replace(params=params), list(map(widened, arrays)))
 
 
 def bind_as_stored(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
