@@ -121,7 +121,8 @@ def fates(jaxpr: Any) -> Fates:
     outs = inside(block, [_Fact(inputs=1 << i) for i in range(len(block.jaxpr.invars))])
     kept = 0
     for v, fact in zip(block.outvars, outs, strict=True):
-        kept |= sum(1 << i for i in _members(fact.kept) if _ends_with(v.aval.shape, shapes[i]))
+        ends = (i for i in _members(fact.kept) if shapes[i] and v.aval.shape[-len(shapes[i]) :] == shapes[i])
+        kept |= sum(1 << i for i in ends)
     leaves: dict[int, int] = {}
     for (number, _), bit in bits.items():
         leaves[number] = leaves.get(number, 0) | bit
@@ -162,10 +163,6 @@ def _marked(jaxpr: Any) -> bool:
 
 def _members(bits: int) -> Iterator[int]:
     return (i for i in range(bits.bit_length()) if bits >> i & 1)
-
-
-def _ends_with(shape: Sequence[int], end: Sequence[int]) -> bool:
-    return bool(end) and tuple(shape[-len(end) :]) == tuple(end)
 
 
 class Arrays:

@@ -7,6 +7,7 @@ An equation that reads a parameter belongs to the module that holds it, by the p
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -71,12 +72,8 @@ def _module(name: str) -> str:
 
 
 def _common(a: str, b: str) -> str:
-    parts = []
-    for x, y in zip(a.split("/"), b.split("/"), strict=False):
-        if x != y:
-            break
-        parts.append(x)
-    return "/".join(parts)
+    pairs = zip(a.split("/"), b.split("/"), strict=False)
+    return "/".join(x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _note_readers(jaxpr: Any, paths: Sequence[str], owners: dict[int, str]) -> None:

@@ -170,15 +170,10 @@ def _children(module: Any, bases: tuple[type, ...]) -> Iterator[tuple[str, Any]]
             yield name, value
         elif is_container(type(value)) or isinstance(value, (list, tuple, dict)):
             # An NNX container is itself a module.
-            inner = functools.partial(_is_other_module, value, bases)
-            found = jax.tree_util.tree_leaves_with_path(value, is_leaf=inner)
+            found = jax.tree.leaves_with_path(value, is_leaf=lambda x, own=value: x is not own and isinstance(x, bases))
             for path, child in found:
                 if isinstance(child, bases):
                     yield f"{name}/{jax.tree_util.keystr(path, simple=True, separator='/')}", child
-
-
-def _is_other_module(container: Any, bases: tuple[type, ...], x: Any) -> bool:
-    return x is not container and isinstance(x, bases)
 
 
 def _in_scope(inherited: Callable[..., Any]) -> Callable[..., Any]:
