@@ -58,10 +58,7 @@ def _wide_share(call: Callable[[], Any], compute_dtype: np.dtype) -> float | Non
         program = compat.trace(call)
     except Exception:  # the user's code may fail in any way on a second call; then warn without the share
         return None
-    matmuls = [(site.flops, _operand_dtype(site.eqn)) for site in walk(program) if site.flops]
-    total = sum(flops for flops, _ in matmuls)
-    return sum(flops for flops, dtype in matmuls if dtype.itemsize > compute_dtype.itemsize) / total if total else 0.0
-
-
-def _operand_dtype(eqn: Any) -> np.dtype:
-    return max((v.aval.dtype for v in eqn.invars[:2]), key=lambda dtype: dtype.itemsize)
+    matmuls = [site for site in walk(program) if site.flops]
+    total = sum(site.flops for site in matmuls)
+    wide = (x for x in matmuls if any(v.aval.dtype.itemsize > compute_dtype.itemsize for v in x.eqn.invars[:2]))
+    return sum(site.flops for site in wide) / total if total else 0.0

@@ -72,7 +72,8 @@ def set_policy(root: Any, policy: Policy, at: tuple[Any, ...] = ()) -> list[str]
         at: Path of the part in the model.
     """
     modules = {(*at, *path): module for path, module in nnx.iter_modules(root)}
-    kept = [path for path, module in modules.items() if path != () and _sets_own_policy(module)]
+    settings = {path: scopes.setting_of(module) for path, module in modules.items() if path != ()}
+    kept = [path for path, given in settings.items() if isinstance(given, _Placement) and given.is_model]
     ours = {p: m for p, m in modules.items() if not any(p[: len(inner)] == inner for inner in kept)}
     paths = [_join(path) for path in modules]
     # Compute all placements first: they depend on the author's classes and attributes.
@@ -94,11 +95,6 @@ def set_policy(root: Any, policy: Policy, at: tuple[Any, ...] = ()) -> list[str]
 
 def _join(path: tuple[Any, ...]) -> str:
     return "/".join(map(str, path))
-
-
-def _sets_own_policy(module: Any) -> bool:
-    placement = scopes.setting_of(module)
-    return isinstance(placement, _Placement) and placement.is_model
 
 
 def _store_parameters(module: Any, path: tuple[Any, ...], policy: Policy) -> list[str]:
@@ -182,7 +178,9 @@ def _with_rules(base: type, name: str, placement: _Placement) -> Callable[..., A
         target = placement.target(dtype)
         if placement.own is None and target in HALF_DTYPES and target != dtype:
             return _run(inherited, policy, placement.override or policy, (self, *args), kwargs)
-        kwargs = _default_arguments(base, name, target, args, kwargs)
+        if name == "init_cache" and issubclass(base, nnx.MultiHeadAttention) and len(args) < 2:
+            # The keys and values of a decoding cache have the compute dtype, in place of Flax's default of float32.
+            kwargs = {"dtype": target, **kwargs}
         with precision.attributes(self, _attributes_inside(self, placement)):
             return precision.in_precision(inherited, target, placement.own is not None)(self, *args, **kwargs)
 
@@ -235,16 +233,6 @@ def _attributes_inside(module: Any, placement: _Placement) -> dict[str, Any]:
         return {"to_nnx__module": linen.with_policy(inner, placement.policy, placement.path)}
     is_half = placement.own is None and getattr(module, "dtype", None) in HALF_DTYPES
     return {"dtype": precision.FROM_POLICY} if is_half else {}
-
-
-def _default_arguments(cls: type, method: str, dtype: np.dtype, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """The keyword arguments of a call, with the policy's dtype instead of Flax's default of float32.
-
-    This concerns the decoding cache of attention, whose keys and values have the compute dtype.
-    """
-    if method == "init_cache" and issubclass(cls, nnx.MultiHeadAttention) and len(args) < 2:
-        return {"dtype": dtype, **kwargs}
-    return kwargs
 
 
 def _call_again(module: Any, method: str, args: Any, kwargs: Any) -> Any:
