@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def in_half(session: Session, jaxpr: Any, parameters: Collection[Any]) -> Any:
     opened = compat.open_jaxpr(jaxpr)
     parts = _parted(opened.jaxpr, parameters)
     after = Dataflow(parts[_AFTER], opened.jaxpr.outvars)
-    rows = [primitive(site.name) for eqn in parts[_PASSES] for site in (site_of(eqn), *_inside(eqn))]
+    rows = [primitive(site.name) for site in walk(Dataflow(parts[_PASSES]))]
     if not rows or any(row.decomposes or row.solve for row in rows):
         return jaxpr  # A solve multiplies a rounding by a condition number.
     passes = Dataflow(parts[_PASSES], after.free)
@@ -72,10 +72,6 @@ def in_half(session: Session, jaxpr: Any, parameters: Collection[Any]) -> Any:
         return evaluate(after, env, bind_in_context)
 
     return compat.trace(program, *(compat.example(v.aval) for v in opened.jaxpr.invars))
-
-
-def _inside(eqn: Any) -> Iterator[Site]:
-    return (site for sub in sub_jaxprs(eqn) for site in walk(sub.jaxpr))
 
 
 def _tests(passes: Dataflow) -> bool:
