@@ -68,12 +68,18 @@ def unscale_by(grads: T, scale: jax.Array) -> T:
     return jax.tree_util.tree_map_with_path(leaf, grads)
 
 
+def _returning(operand: int, name: str) -> Primitive:
+    """A primitive that returns one of its operands, for derivative rules of its own."""
+    primitive = Primitive(name)
+    primitive.def_impl(lambda *args, **params: args[operand])
+    primitive.def_abstract_eval(lambda *args, **params: args[operand])
+    mlir.register_lowering(primitive, lambda ctx, *args, **params: [args[operand]])
+    return primitive
+
+
 # A primitive, because neither of JAX's custom derivative rules suffices: `custom_vjp` has no forward mode, and a
 # `custom_jvp` can't choose the transpose of its tangent. It is applied only to tangents. Its transpose is a product.
-_scale_transpose_p = Primitive("mpjax_scale_transpose")
-_scale_transpose_p.def_impl(lambda t, factor, *, path: t)
-_scale_transpose_p.def_abstract_eval(lambda t, factor, *, path: t)
-mlir.register_lowering(_scale_transpose_p, lambda ctx, t, factor, *, path: [t])
+_scale_transpose_p = _returning(0, "mpjax_scale_transpose")
 
 
 def _jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any], *, path: str) -> tuple[Any, Any]:
@@ -119,10 +125,7 @@ batching.primitive_batchers[_scale_transpose_p] = _batch
 
 
 # The tangent of a mark. It depends on another tangent, so that it is not a known zero, and its transpose is zero.
-_mark_p = Primitive("mpjax_mark")
-_mark_p.def_impl(lambda t, mark: mark)
-_mark_p.def_abstract_eval(lambda t, mark: mark)
-mlir.register_lowering(_mark_p, lambda ctx, t, mark: [mark])
+_mark_p = _returning(1, "mpjax_mark")
 ad.primitive_jvps[_mark_p] = lambda primals, tangents: (_mark_p.bind(*primals), ad.Zero(jax.typeof(primals[1])))
 ad.primitive_transposes[_mark_p] = lambda ct, t, mark: [ad.Zero(t.aval), None]
 batching.primitive_batchers[_mark_p] = lambda args, dims: (_mark_p.bind(*args), dims[1])
@@ -199,10 +202,7 @@ def _cross_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 cross.defjvp(_cross_jvp, symbolic_zeros=True)
 
 # `cross` of one tangent, which has a transpose: what enters in the forward direction leaves in the backward direction.
-_cross_p = Primitive("mpjax_cross")
-_cross_p.def_impl(lambda t, *how: t)
-_cross_p.def_abstract_eval(lambda t, *how: t)
-mlir.register_lowering(_cross_p, lambda ctx, t, *how: [t])
+_cross_p = _returning(0, "mpjax_cross")
 
 
 def _cross_tangent_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
