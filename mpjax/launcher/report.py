@@ -163,6 +163,7 @@ def _of_counts(counts: Any, scales: str = "") -> list[str]:
 def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
     """The block at the first compiled training step."""
     from mpjax.inspection.auditing.amplified import amplified
+    from mpjax.inspection.reports import totals
     from mpjax.launcher.casts import running_sites
 
     sites = [site for site in running_sites(jaxpr) if site.flops]
@@ -176,10 +177,7 @@ def first_block(session: Session, program: Frame, jaxpr: Any) -> str:
         f"mpjax run: {session.options.policy}, {scaling}",
         f"  {program.name}: {share:.1%} of {total / 1e9:.3g} GFLOP in matmuls and convolutions in half",
     ]
-    by_line: dict[tuple[str, str, str], int] = {}
-    for site in full:
-        key = (site.source or "an unknown line", site.path, _why(site))
-        by_line[key] = by_line.get(key, 0) + site.flops
+    by_line = totals(((site.source or "an unknown line", site.path, _why(site)), site.flops) for site in full)
     ranked = sorted(by_line.items(), key=lambda item: -item[1])
     for (source, path, why), flops in ranked[:_SHOWN]:
         lines.append(f"  {flops / total:.1%} not: {source}{f' ({path})' if path else ''}: {why}")
