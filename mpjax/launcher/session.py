@@ -296,7 +296,7 @@ class Session:
                 self.sites.setdefault(place, name)
                 # Those that a program hands out are in half from the second call on.
                 self.kept.get(NOT_UPDATED, {}).pop(place, None)
-            self.parameters.learn(gradient.parameters)
+            self.parameters.update(gradient.parameters)
             path = self.options.explain
             if gradient.plan and gradient.line not in self.explained:
                 with open(path, "a" if self.explained else "w") as file:
@@ -363,22 +363,12 @@ def _noting(matched: set[Any]) -> type[mpjax.Rules]:
 # Recognises the training's parameters among the arguments of a program.
 
 
-class Parameters:
+class Parameters(set[Any]):
     """The parameters that the script trains: names in their tree, shapes and dtypes.
 
     An argument with the same is a parameter itself, an average of them, or one of a target network. NNX and Equinox
     pass their modules as flat lists, so their parameters are recognised by shape and dtype alone.
     """
-
-    def __init__(self) -> None:
-        self._known: set[Any] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._known)
-
-    def learn(self, described: Iterable[Any]) -> None:
-        """Records parameters that the script trains, as `described`."""
-        self._known.update(described)
 
     @staticmethod
     def described(tree: Any) -> set[Any]:
@@ -391,7 +381,7 @@ class Parameters:
     def among(self, leaves: Sequence[tuple[Any, Any]]) -> set[int]:
         """The indices of parameters among the arrays of a program's arguments, given with their tree paths."""
         pairs = enumerate(leaves)
-        return {i for i, (path, x) in pairs if not self._known.isdisjoint((_described(path, x), _described((), x)))}
+        return {i for i, (path, x) in pairs if not self.isdisjoint((_described(path, x), _described((), x)))}
 
 
 def _described(path: Sequence[Any], x: Any) -> Any:
