@@ -19,42 +19,37 @@ from mpjax.program.fates import mark_update
 from mpjax.program.source import name_of
 
 
-class Replacements:
-    """Replacements of attributes that can be undone."""
-
-    def __init__(self) -> None:
-        self._replaced = contextlib.ExitStack()
+class Replacements(contextlib.ExitStack):
+    """Replacements of attributes that can be undone, and are at the end of a `with` block."""
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Sets an attribute and remembers its previous value."""
         missing = object()
         before = vars(owner).get(name, missing)
         setattr(owner, name, value)
-        self._replaced.callback(lambda: delattr(owner, name) if before is missing else setattr(owner, name, before))
+        self.callback(lambda: delattr(owner, name) if before is missing else setattr(owner, name, before))
+
+    def wrap(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replaces a function by `make(function)`, which gets its name and documentation."""
+        original = getattr(owner, name)
+        self.replace(owner, name, functools.wraps(original)(make(original)))
 
     def undo(self) -> None:
         """Restores all replaced attributes."""
-        self._replaced.close()
+        self.close()
 
 
 @contextlib.contextmanager
 def autocast_gradients(policy: Any) -> Iterator[None]:
     """Within it, `jax.grad`, `value_and_grad`, `vjp` and `linearize` differentiate functions under autocast."""
-    replacements = Replacements()
 
     def casting(original: Any) -> Any:
-        @functools.wraps(original)
-        def differentiate(fun: Any, *args: Any, **options: Any) -> Any:
-            return original(mpjax.autocast(fun, policy), *args, **options)
+        return lambda fun, *args, **options: original(mpjax.autocast(fun, policy), *args, **options)
 
-        return differentiate
-
-    try:
+    with Replacements() as replacements:
         for name in ("grad", "value_and_grad", "vjp", "linearize"):
-            replacements.replace(jax, name, casting(getattr(jax, name)))
+            replacements.wrap(jax, name, casting)
         yield
-    finally:
-        replacements.undo()
 
 
 class Patches(Replacements):
@@ -84,32 +79,31 @@ class Patches(Replacements):
         """Replaces `jit`, `pmap`, `grad`, `value_and_grad`, `vjp` and `linearize` of the `jax` module."""
         session, value_and_grad = self.session, jax.value_and_grad
         for name in ("grad", "value_and_grad"):
-            self.replace(jax, name, _differentiation(session, value_and_grad, getattr(jax, name), name == "grad"))
+            self.wrap(jax, name, functools.partial(_differentiation, session, value_and_grad, name == "grad"))
         for name in ("vjp", "linearize"):
-            self.replace(jax, name, _linearization(session, getattr(jax, name)))
-        self.replace(jax.custom_vjp, "defvjp", _checked_rules(jax.custom_vjp.defvjp))
-        self.replace(jax, "jit", _compilation(session, jax.jit))
-        self.replace(jax, "pmap", _mapping(session, jax.pmap))
+            self.wrap(jax, name, functools.partial(_linearization, session))
+        self.wrap(jax.custom_vjp, "defvjp", _checked_rules)
+        self.wrap(jax, "jit", functools.partial(_compilation, session))
+        self.wrap(jax, "pmap", functools.partial(_mapping, session))
 
     def _patch_optax(self) -> None:
         """Makes every optax transformation skip steps with nonfinite gradients."""
         import optax
 
-        session, plain = self.session, optax.MultiSteps.update
+        session = self.session
 
-        @functools.wraps(plain)
-        def update_multi_steps(self: Any, *args: Any, **extra: Any) -> Any:
-            return guarded(session, functools.partial(plain, self))(*args, **extra)
+        def skipping(plain: Any) -> Any:
+            return lambda self, *args, **extra: guarded(session, functools.partial(plain, self))(*args, **extra)
 
-        self.replace(optax.MultiSteps, "update", update_multi_steps)
-        self.replace(optax, "apply_updates", _applying(session, optax.apply_updates))
+        self.wrap(optax.MultiSteps, "update", skipping)
+        self.wrap(optax, "apply_updates", functools.partial(_applying, session))
         self._guard(optax.GradientTransformation, guarded)
 
     def _patch_equinox(self) -> None:
         """Notes parameters after an update."""
         import equinox
 
-        self.replace(equinox, "apply_updates", _applying(self.session, equinox.apply_updates))
+        self.wrap(equinox, "apply_updates", functools.partial(_applying, self.session))
 
     def _patch_checkify(self) -> None:
         """Leaves functions that `checkify` checks as they are: it would report an attempt that is repeated."""
@@ -142,8 +136,7 @@ class Patches(Replacements):
         self.replace(kind, "_make", classmethod(lambda cls, fields: cls(*fields)))  # as `_replace` calls it
 
 
-def _differentiation(session: Session, value_and_grad: Any, original: Any, gradient_only: bool) -> Any:
-    @functools.wraps(original)
+def _differentiation(session: Session, value_and_grad: Any, gradient_only: bool, original: Any) -> Any:
     def differentiate(fun: Any, argnums: Any = 0, has_aux: bool = False, *rest: Any, **options: Any) -> Any:
         plain = original(fun, argnums, has_aux, *rest, **options)
         line = session.callers.script_line()
@@ -191,7 +184,6 @@ def in_float32() -> Any:
 
 
 def _linearization(session: Session, original: Any) -> Any:
-    @functools.wraps(original)
     def linearize(fun: Any, *primals: Any, **options: Any) -> Any:
         line = session.callers.script_line()
         if not line or not session.active:
@@ -223,7 +215,6 @@ def _checked_rules(original: Any) -> Any:
 
         return run
 
-    @functools.wraps(original)
     def defvjp(self: Any, fwd: Any, bwd: Any, *rest: Any, **options: Any) -> Any:
         @functools.wraps(bwd)
         def checked(*args: Any) -> Any:
@@ -240,7 +231,6 @@ def _checked_rules(original: Any) -> Any:
 
 
 def _compilation(session: Session, original: Any) -> Any:
-    @functools.wraps(original)
     def jit(fun: Any = None, /, **options: Any) -> Any:
         if not session.callers.script_line():
             return original(**options) if fun is None else original(fun, **options)
@@ -252,7 +242,6 @@ def _compilation(session: Session, original: Any) -> Any:
 
 
 def _applying(session: Session, original: Any) -> Any:
-    @functools.wraps(original)
     def apply_updates(*args: Any, **kwargs: Any) -> Any:
         params = original(*args, **kwargs)
         session.updated.add(jax.tree.leaves(params) if session.hands else (), True)
@@ -262,7 +251,6 @@ def _applying(session: Session, original: Any) -> Any:
 
 
 def _mapping(session: Session, original: Any) -> Any:
-    @functools.wraps(original)
     def pmap(fun: Any, *args: Any, **options: Any) -> Any:
         if session.callers.script_line():
             fun = programs.under_policy(session, fun)
