@@ -13,9 +13,10 @@ import jax.numpy as jnp
 
 import mpjax
 from mpjax.launcher import programs
-from mpjax.launcher.session import CHECKIFIED, OF_LIBRARY, Session, differentiating, enclosing_scale, frame, given
+from mpjax.launcher.session import CHECKIFIED, OF_LIBRARY, Session, differentiating, enclosing_scale, frame
 from mpjax.program import compat
 from mpjax.program.fates import mark_update
+from mpjax.program.scopes import given
 from mpjax.program.source import name_of
 
 

@@ -20,6 +20,7 @@ import mpjax
 from mpjax.launcher.hooks import LaunchError, Options
 from mpjax.program import compat, contexts
 from mpjax.program.fates import Arrays
+from mpjax.program.scopes import given
 from mpjax.program.source import Callers, function_name
 
 # One row per differentiated function of a compiled step. Further functions share the last row.
@@ -152,16 +153,6 @@ def frame() -> Frame | None:
 def enclosing_scale() -> Scale | None:
     """The loss scale of the gradient that is being traced; None outside."""
     return _SCALE.get()
-
-
-@contextlib.contextmanager
-def given(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
-    """Gives a context variable a value."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
 
 
 @contextlib.contextmanager

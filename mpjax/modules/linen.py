@@ -27,7 +27,7 @@ from mpjax.modules.explicit_dtypes import warn_explicit_dtypes
 from mpjax.modules.params import cast, run_cast, stored_in, widened
 from mpjax.policy import HALF_DTYPES, Policy, is_norm_class, path_string, warn_unused_overrides
 from mpjax.program import contexts
-from mpjax.program.scopes import become, class_with, method_names, original_class, reduce_, setting_of
+from mpjax.program.scopes import attributes, become, class_with, method_names, original_class, reduce_, setting_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,13 +281,13 @@ def interceptor(run: ModelCall) -> Callable[..., Any]:
         if isinstance(module, nnx.bridge.ToLinen):
             inside["nnx_class"] = functools.partial(_made_by_nnx, module.nnx_class, run, path)
             kwargs = _with_method_by_name(module.nnx_class, kwargs)
-        with precision.attributes(module, inside):
+        with attributes(module, inside):
             # A function that is lifted over the module (the body of a scan) also arrives here as if it were a method.
             if method == "setup" or not hasattr(type(module), method):
                 return fun(*args, **kwargs)
             if own is None and target in HALF_DTYPES and target != running.dtype and not module.is_initializing():
                 return _call_cast(getattr(type(module), method), run.policy, placed, module, args, kwargs)
-            with precision.attributes(module, {_CALLED: True}):
+            with attributes(module, {_CALLED: True}):
                 return precision.in_precision(fun, target, own is not None)(*args, **kwargs)
 
     return intercept

@@ -181,7 +181,7 @@ def _with_rules(base: type, name: str, placement: _Placement) -> Callable[..., A
         if name == "init_cache" and issubclass(base, nnx.MultiHeadAttention) and len(args) < 2:
             # The keys and values of a decoding cache have the compute dtype, in place of Flax's default of float32.
             kwargs = {"dtype": target, **kwargs}
-        with precision.attributes(self, _attributes_inside(self, placement)):
+        with scopes.attributes(self, _attributes_inside(self, placement)):
             return precision.in_precision(inherited, target, placement.own is not None)(self, *args, **kwargs)
 
     @functools.wraps(inherited)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -84,20 +84,3 @@ def in_precision(fun: Callable[..., Any], target: np.dtype, is_own: bool) -> Cal
         return widened(out) if casts_itself else out
 
     return fun if running is None or target == running.dtype or running.dtype not in HALF_DTYPES else as_region
-
-
-@contextlib.contextmanager
-def attributes(module: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Sets attributes during a call.
-
-    It bypasses Flax's checks, because modules may be frozen, and restores them, because the module may be shared.
-    """
-    state = vars(module)
-    previous = {name: state[name] for name in values if name in state}
-    state.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            del state[name]
-        state.update(previous)

@@ -11,10 +11,9 @@ higher-order primitive (a Pallas kernel, a callback) is called unchanged; the pr
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +29,7 @@ from mpjax.program.formats import HALF_DTYPES, is_narrow
 from mpjax.program.graph import Block, Site, lay_out, manual_axes
 from mpjax.program.host import bind_on_host, in_host_memory
 from mpjax.program.primitives import Op, primitive
+from mpjax.program.scopes import attributes
 
 # By name: each is evaluated in its own way.
 
@@ -52,16 +52,6 @@ class Probe:
     axes: Mapping[str, int] = {}  # the mesh axes of the `shard_map` around the current equation
     checked = False  # whether that `shard_map` checks which values vary along the axes
     arrays: Any = None  # a tree of arrays that it reads; a `shard_map` can't close over them on explicit axes
-
-    @contextlib.contextmanager
-    def on_devices(self, axes: Mapping[str, int], checked: bool, arrays: Any) -> Iterator[None]:
-        """Sets `axes`, `checked` and `arrays` while the body of a `shard_map` is traced."""
-        before = self.axes, self.checked, self.arrays
-        self.axes, self.checked, self.arrays = axes, checked, arrays
-        try:
-            yield
-        finally:
-            self.axes, self.checked, self.arrays = before
 
     def device(self, holding: Any = None) -> Any:
         """The index of the device, int32: its coordinates along `axes` in row-major order.
@@ -272,7 +262,7 @@ class Instrumented:
 
         def run(arrays: Sequence[Any], iteration: Sequence[Any], replace: Any, of_probe: Any) -> Any:
             inside.replace = replace
-            with self.probe.on_devices(sizes, params["check_vma"], of_probe):
+            with attributes(self.probe, {"axes": sizes, "checked": params["check_vma"], "arrays": of_probe}):
                 outs, new = inside.block(body, arrays, iteration)
             return tuple(outs), jax.tree.map(lambda x: jnp.asarray(x)[None], inside._varying(new))
 

@@ -14,7 +14,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -41,12 +41,35 @@ def module_scope(module: Any, name: str = "") -> Iterator[None]:
         name: The scope, if the module is a copy of the called one; else `scope_name(module)`.
     """
     name = name or scope_name(module)
-    token = _caller.set(module)
+    with given(_caller, module), jax.named_scope(name):
+        yield
+
+
+@contextlib.contextmanager
+def given(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    """Gives a context variable a value."""
+    token = variable.set(value)
     try:
-        with jax.named_scope(name):
-            yield
+        yield
     finally:
-        _caller.reset(token)
+        variable.reset(token)
+
+
+@contextlib.contextmanager
+def attributes(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Gives attributes of an object other values, and restores them: the object may be shared.
+
+    It bypasses checks of the object's class: a Flax module may be frozen.
+    """
+    state = vars(owner)
+    previous = {name: state[name] for name in values if name in state}
+    state.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del state[name]
+        state.update(previous)
 
 
 def scope_name(module: Any) -> str:
