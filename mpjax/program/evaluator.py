@@ -87,8 +87,7 @@ def while_loop(
     def goes_on(state: Any) -> Any:
         return unfinished(state[0]).any() if batched else unfinished(state[0])
 
-    carry, extra = lax.while_loop(goes_on, step, (carry, extra))
-    return carry, extra
+    return lax.while_loop(goes_on, step, (carry, extra))
 
 
 def _select(mask: Any, new: Any, old: Any) -> Any:
@@ -97,8 +96,7 @@ def _select(mask: Any, new: Any, old: Any) -> Any:
 
 def shard_map(eqn: Any, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
     """A function that issues a `shard_map` again, with another body on other trees."""
-    options = compat.shard_map_options(eqn.params)
-    return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs, **options)
+    return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs, **compat.shard_map_options(eqn.params))
 
 
 def cond(eqn: Any, index: Any, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:

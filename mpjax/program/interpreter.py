@@ -133,11 +133,8 @@ class Instrumented:
             self._add(notes, new)
             return outs
 
-        def constant(literal: Any, place: Site | None) -> Any:
-            return self._constant(literal.val)
-
         env = block.environment(arrays, consts)
-        return evaluate(block, env, rule, constant, block.last_uses), notes
+        return evaluate(block, env, rule, lambda literal, _: self._constant(literal.val), block.last_uses), notes
 
     def _add(self, notes: dict[Key, Any], new: dict[Key, Any]) -> None:
         for key, note in jax.tree.map(compat.on_current_mesh, new).items():
@@ -240,9 +237,7 @@ class Instrumented:
         return list(carried), {**notes, **self.probe.ended(place, trips)}
 
     def _cond(self, place: Site, ins: Sequence[Any], iteration: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
-        empty: dict[Key, Any] = {}
-        for block in place.blocks:
-            empty.update(self._empty(block))
+        empty = {key: note for block in place.blocks for key, note in self._empty(block).items()}
 
         def branch(block: Block) -> Any:
             def run(*arrays: Any) -> Any:
