@@ -80,6 +80,11 @@ def _plain(fun: Callable[..., Any]) -> Callable[..., Any]:
     return lambda params, *arrays: fun(*arrays)
 
 
+def _named_alike(names: str) -> dict[str, Callable[..., Any]]:
+    """The rules of elementwise operations that have the names of NumPy's functions."""
+    return {name: _plain(getattr(np, name)) for name in names.split()}
+
+
 def _reduction(fun: Callable[..., Any]) -> Callable[..., Any]:
     return lambda params, x: fun(x, axis=tuple(params["axes"]))
 
@@ -112,16 +117,14 @@ def _select(params: Any, which: Any, *cases: Any) -> Any:
 
 
 _RULES: dict[str, Callable[..., Any]] = {
-    "add": _plain(np.add),
+    **_named_alike("add sign abs"),
     "add_any": _plain(np.add),
     "sub": _plain(np.subtract),
     "mul": _plain(np.multiply),
     "pow": _plain(np.power),
     "neg": _plain(np.negative),
-    "sign": _plain(np.sign),
     "max": _plain(np.maximum),
     "min": _plain(np.minimum),
-    "abs": _plain(np.abs),
     "eq": _plain(np.equal),
     "ne": _plain(np.not_equal),
     "lt": _plain(np.less),
@@ -157,23 +160,10 @@ _OF_FLOATS: dict[str, Callable[..., Any]] = {
     "reduce_sum": _reduction(np.sum),
     "cumsum": _cumulative(np.cumsum),
     "cumprod": _cumulative(np.cumprod),
+    **_named_alike("floor ceil square sqrt exp exp2 expm1 log log1p sin cos sinh cosh tanh"),
     "div": _plain(np.divide),
-    "floor": _plain(np.floor),
-    "ceil": _plain(np.ceil),
     "integer_pow": lambda params, x: x ** params["y"],
-    "square": _plain(np.square),
-    "sqrt": _plain(np.sqrt),
     "rsqrt": _plain(lambda x: 1 / np.sqrt(x)),
-    "exp": _plain(np.exp),
-    "exp2": _plain(np.exp2),
-    "expm1": _plain(np.expm1),
-    "log": _plain(np.log),
-    "log1p": _plain(np.log1p),
-    "sin": _plain(np.sin),
-    "cos": _plain(np.cos),
-    "sinh": _plain(np.sinh),
-    "cosh": _plain(np.cosh),
-    "tanh": _plain(np.tanh),
     "logistic": _plain(scipy.special.expit),
     "erf": _plain(scipy.special.erf),
 }
