@@ -334,28 +334,18 @@ def jvp_jaxpr(params: dict[str, Any], zeros: Sequence[bool]) -> tuple[Any, Seque
         return params["jvp_jaxpr_fun"].call_wrapped(*zeros)
 
 
-class ForwardRule(NamedTuple):
-    """A custom_vjp's forward rule.
+def fwd_rule(
+    params: dict[str, Any], perturbed: Sequence[bool]
+) -> tuple[Any, Sequence[Any], Sequence[int | None], Sequence[Any]]:
+    """Traces the user's custom_vjp forward rule. A rule with symbolic zeros may raise for some operands.
 
-    Args:
-        jaxpr: Its jaxpr, with open constvars.
-        consts: The values of the constvars.
-        forwards: For each residual, the index of the operand that it equals, or None.
-        trees: The trees of this trace that its backward rule needs (`call_bwd`).
+    Returns its jaxpr, with open constvars, their values, for each residual the index of the operand that it equals, or
+    None, and the trees of this trace that its backward rule needs (`call_bwd`).
     """
-
-    jaxpr: Any
-    consts: Sequence[Any]
-    forwards: Sequence[int | None]
-    trees: Sequence[Any]
-
-
-def fwd_rule(params: dict[str, Any], perturbed: Sequence[bool]) -> ForwardRule:
-    """Traces the user's custom_vjp forward rule. A rule with symbolic zeros may raise for some operands."""
     with _undisturbed(params["fwd_jaxpr_thunk"]) as stores, present_primitives():
         jaxpr, consts = params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
         _, _, forwards = params["out_trees"]()
-        return ForwardRule(jaxpr, consts, forwards, [_stored(store) for store in stores])
+        return jaxpr, consts, forwards, [_stored(store) for store in stores]
 
 
 ZEROS_REACH_RULES = jax.__version_info__ >= (0, 12)  # JAX gives any custom_vjp's backward rule symbolic zeros.

@@ -139,8 +139,7 @@ def rules_of(jaxpr: Any, eqn: Any, traced: bool = False) -> DerivativeRules:
     if key is None:
         return DerivativeRules()
     if key not in known or (traced and known[key].deferred):
-        rules = _trace if traced else _trace_or_defer
-        known[key] = rules(eqn.params, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars])
+        known[key] = _trace(eqn) if traced else _trace_or_defer(eqn)
     return known[key]
 
 
@@ -168,7 +167,7 @@ def trace_live() -> dict[int, DerivativeRules]:
     rules: dict[int, DerivativeRules] = {}
     for eqn in compat.traced_equations():
         if (key := _key(eqn.params)) is not None:
-            rules[key] = _trace_or_defer(eqn.params, [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars])
+            rules[key] = _trace_or_defer(eqn)
     return rules
 
 
@@ -182,18 +181,19 @@ def inherit(new: Any, old: Any) -> None:
     _cache[new] = _cache.setdefault(old, {})
 
 
-def _trace_or_defer(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> DerivativeRules:
-    return _trace(params, ins, outs) if may_close_over_tracers(params) else DerivativeRules(deferred=True)
+def _trace_or_defer(eqn: Any) -> DerivativeRules:
+    return _trace(eqn) if may_close_over_tracers(eqn.params) else DerivativeRules(deferred=True)
 
 
-def _trace(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> DerivativeRules:
-    rules, num_consts = DerivativeRules(), params["num_consts"]
+def _trace(eqn: Any) -> DerivativeRules:
+    rules, params, ins = DerivativeRules(), eqn.params, [v.aval for v in eqn.invars]
+    count = len(ins) - params["num_consts"]
     try:
         if _JVP in params:
-            rules.jvp = jvp_rule(params, [False] * (len(ins) - num_consts))
+            rules.jvp = jvp_rule(params, [False] * count)
         else:
-            rules.vjp = vjp_rule(params, ins, [True] * (len(ins) - num_consts))
-            rules.backward = backward_rule(params, rules.vjp, [_cotangent(aval) for aval in outs])
+            rules.vjp = vjp_rule(params, ins, [True] * count)
+            rules.backward = backward_rule(params, rules.vjp, [_cotangent(v.aval) for v in eqn.outvars])
     except Exception:  # JAX reports any error in the rule when it differentiates the equation.
         pass
     return rules
