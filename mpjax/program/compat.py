@@ -275,12 +275,9 @@ def with_metadata(fun: Callable[..., Any], params: dict[str, Any]) -> Callable[.
     """`fun` under an `xla_metadata_call` with these parameters (since JAX 0.12)."""
     from jax.experimental.xla_metadata import xla_metadata_call2
 
-    of_derivatives = params["ad_metadata"]
-    return xla_metadata_call2(
-        fun,
-        dict(params["xla_metadata"]),
-        ad_metadata=of_derivatives if of_derivatives == "same" else dict(of_derivatives),
-    )
+    given = params["ad_metadata"]
+    of_derivatives = given if given == "same" else dict(given)
+    return xla_metadata_call2(fun, dict(params["xla_metadata"]), ad_metadata=of_derivatives)
 
 
 def as_composite(fun: Callable[..., Any], params: dict[str, Any]) -> Callable[..., Any]:

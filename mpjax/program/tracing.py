@@ -84,12 +84,17 @@ def _needs_a_value(fun: Callable[..., Any], error: Exception) -> str:
 
 
 def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """The call as a call of a pure function, with the scopes of the NNX modules among its arguments."""
+    """The call as a call of a pure function, with named scopes by path for the NNX modules among its arguments.
+
+    Modules have scopes while a program is traced to be planned. For one that is not, inspections identify modules by
+    the parameters that they read. Equinox modules keep the scopes that Equinox gives them: a class with scopes would be
+    another pytree, which `eqx.combine` rejects.
+    """
     if not objects.contains_state((args, kwargs)):
         return fun, args, kwargs, lambda out: out
 
     def scoped(*args: Any, **kwargs: Any) -> Any:
-        with scopes_of_modules((args, kwargs)):
+        with named_modules((args, kwargs)) if contexts.planning.value else contextlib.nullcontext():
             return fun(*args, **kwargs)
 
     return objects.functional(scoped, args, kwargs)
@@ -99,15 +104,6 @@ def traced_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> TracedCall:
     """The traced program of a call as it runs, with the casts of any autocast inside."""
     call, args, kwargs, _ = functional(fun, args, kwargs)
     return trace(call, args, kwargs, None)
-
-
-def scopes_of_modules(tree: Any) -> contextlib.AbstractContextManager[None]:
-    """Named scopes by path for the NNX modules in a tree, while a program is traced to be planned.
-
-    For a program that is not planned, inspections identify modules by the parameters that they read. Equinox modules
-    keep the scopes that Equinox gives them: a class with scopes would be another pytree, which `eqx.combine` rejects.
-    """
-    return named_modules(tree) if contexts.planning.value else contextlib.nullcontext()
 
 
 # Running operations of code that is being traced in another way.
