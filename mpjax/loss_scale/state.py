@@ -14,6 +14,19 @@ import jmp
 import numpy as np
 import optax
 
+_CAUSES = {
+    "loss": "the loss itself was inf or NaN in the last {losses} of them, an overflow of the forward pass, so the loss "
+    "scale is not at fault and was kept. Either training has diverged (lower the learning rate, clip gradients), or "
+    "the data hold inf or NaN, or an activation leaves float16's range (65504): keep that module in float32 by a "
+    "policy override, or use mixed_bfloat16.",
+    "gradients": "the gradients are inf or NaN although a scale of {scale:g} does not enlarge them: the backward pass "
+    "itself makes them. Training has diverged, or a derivative is infinite (sqrt or norm at 0, log of 0, 0/0). Run the "
+    "step in float32; if that fails too, look at the model and the data. (If the loop passes value=loss to update, a "
+    "non-finite loss is reported separately.)",
+    "scale": "the gradients overflow at this scale, which still enlarges them: the scale is too high, which does not "
+    "mean that training has diverged. Lower init_scale (or the static scale), use dynamic_loss_scale, lower hysteresis "
+    "or min_scale, or allow more with max_consecutive_skips.",
+}
 _WHERE = (
     "To find the operation, print(mpjax.find_nonfinite(train_step, params, opt_state, batch)) with the arguments of a "
     "skipped step."
@@ -210,27 +223,5 @@ def check_progress(opt_state: Any, max_consecutive_skips: int = 50) -> None:
     scale = float(np.min(state.loss_scale))
     bad_losses = int(np.max(state.consecutive_nonfinite_losses))
     head = f"the last {skips} steps were skipped (loss scale {scale:g}, {int(np.max(state.skipped_steps))} in all): "
-    if bad_losses:
-        raise LossScaleError(
-            f"{head}the loss itself was inf or NaN in the last {bad_losses} of them, an overflow of the forward "
-            "pass, so the loss scale is not at fault and was kept. Either training has diverged (lower the learning "
-            "rate, clip gradients), or the data hold inf or NaN, or an activation leaves float16's range "
-            "(65504): keep that module in float32 by a policy override, or use mixed_bfloat16. "
-            f"{_WHERE}",
-            "loss",
-        )
-    if scale <= 1.0:
-        raise LossScaleError(
-            f"{head}the gradients are inf or NaN although a scale of {scale:g} does not enlarge them: the backward "
-            "pass itself makes them. Training has diverged, or a derivative is infinite (sqrt or norm at 0, "
-            "log of 0, 0/0). Run the step in float32; if that fails too, look at the model and the data. "
-            f"(If the loop passes value=loss to update, a non-finite loss is reported separately.) {_WHERE}",
-            "gradients",
-        )
-    raise LossScaleError(
-        f"{head}the gradients overflow at this scale, which still enlarges them: the scale is too high, "
-        "which does not mean that training has diverged. "
-        "Lower init_scale (or the static scale), use dynamic_loss_scale, lower hysteresis or min_scale, or allow more "
-        f"with max_consecutive_skips. {_WHERE}",
-        "scale",
-    )
+    cause: Literal["loss", "gradients", "scale"] = "loss" if bad_losses else "gradients" if scale <= 1.0 else "scale"
+    raise LossScaleError(f"{head}{_CAUSES[cause].format(losses=bad_losses, scale=scale)} {_WHERE}", cause)

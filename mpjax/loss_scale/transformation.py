@@ -119,18 +119,10 @@ def dynamic_loss_scale(
     Source: Micikevicius et al. 2018 (https://arxiv.org/abs/1710.03740); the names follow
     `torch.amp.GradScaler`, and the hysteresis follows Megatron-LM.
     """
-    _check(
-        _SMALLEST <= min_scale <= max_scale <= _LARGEST,
-        "min_scale, max_scale",
-        (min_scale, max_scale),
-        "need 2**-126 <= min_scale <= max_scale <= 2**126",
-    )
-    _check(
-        min_scale <= init_scale <= max_scale,
-        "init_scale",
-        init_scale,
-        f"must lie between min_scale={min_scale!r} and max_scale={max_scale!r}",
-    )
+    in_order = _SMALLEST <= min_scale <= max_scale <= _LARGEST
+    _check(in_order, "min_scale, max_scale", (min_scale, max_scale), "need 2**-126 <= min_scale <= max_scale <= 2**126")
+    between = f"must lie between min_scale={min_scale!r} and max_scale={max_scale!r}"
+    _check(min_scale <= init_scale <= max_scale, "init_scale", init_scale, between)
     _check(1.0 <= growth_factor < math.inf, "growth_factor", growth_factor, "must be at least 1 and finite")
     _check(0.0 < backoff_factor <= 1.0, "backoff_factor", backoff_factor, "must be above 0 and at most 1")
     growth_interval, hysteresis = _count("growth_interval", growth_interval), _count("hysteresis", hysteresis)
