@@ -277,6 +277,10 @@ def _loss_scaled(
             loss_finite = all_finite(extra_args.get("value"), state.loss_scale, axis_name)
             finite = all_finite(values, state.loss_scale, axis_name) & loss_finite
         return next_state(state, finite, loss_finite)
+    def take_or_skip(take: Any, skipped: Callable[[Any], Any], old: LossScaleState, new: LossScaleState) -> Any:
+        result, inner_state = jax.eval_shape(take)
+        return jax.lax.cond(new.last_finite, take, lambda: (skipped(result), cast_like(old.inner_state, inner_state)))
+
 
     def true(grads: Any, state: LossScaleState) -> Any:
         # Divides by the scale before this step, which the gradients carry. The branch that takes the step calls this
@@ -296,14 +300,10 @@ def _loss_scaled(
         def take() -> tuple[Any, Any]:
             return advance(true(grads, state), state.inner_state, params, **extra_args)
 
-        def skip() -> tuple[Any, Any]:
-            # `zeros_like` keeps the sharding and the varying axes, which are part of the shape's type.
-            return jax.tree.map(jnp.zeros_like, updates), cast_like(state.inner_state, inner_state)
-
         grads = row_major(grads)
         new = decide(true(grads, state), state, extra_args)
-        updates, inner_state = jax.eval_shape(take)
-        found = jax.lax.cond(new.last_finite, take, skip)
+        # `zeros_like` keeps the sharding and the varying axes, which are part of the shape's type.
+        found = take_or_skip(take, lambda updates: jax.tree.map(jnp.zeros_like, updates), state, new)
         updates, inner_state = finish(*found, params, new.last_finite)
         return updates, new._replace(inner_state=inner_state)
 
@@ -317,10 +317,7 @@ def _loss_scaled(
 
         grads = row_major(grads)
         new = decide((true(grads, state), also_check), state, extra_args)
-        _, inner_state = jax.eval_shape(take)
-        params, inner_state = jax.lax.cond(
-            new.last_finite, take, lambda: (params, cast_like(state.inner_state, inner_state))
-        )
+        params, inner_state = take_or_skip(take, lambda _: params, state, new)
         return params, new._replace(inner_state=inner_state)
 
     if grads_are_scaled:
