@@ -11,23 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
 from mpjax.loss_scale.closures import Call, closed
-from mpjax.loss_scale.cotangents import (
-    cross,
-    enter,
-    is_differentiable,
-    is_overwritten,
-    leave,
-    level,
-    levels,
-    unscale_by,
-)
+from mpjax.loss_scale.cotangents import crossed, enter, is_differentiable, is_overwritten, level, levels, unscale_by
 from mpjax.loss_scale.state import loss_scale_of
 from mpjax.loss_scale.trees import widened
 from mpjax.loss_scale.usage import warn_of_gradients_divided_twice, warn_of_rules_outside
@@ -103,7 +94,7 @@ def scale_loss(fun: Callable[P, T], opt_state: Any, has_aux: bool = False) -> Ca
             entered, mark = enter([arrays[i] for i in where], inverse, tuple(names[i] for i in where))
         with level(scale, mark, contexts.scaled_losses.value):  # for derivative rules, which run now
             outs = inside([mark, *filled(arrays, where, entered)])
-        return call.finish(_crossed(outs, scale, inverse, mark))
+        return call.finish(crossed(outs, scale, inverse, mark))
 
     return scaled
 
@@ -164,26 +155,19 @@ def true_cotangents(fun: Callable[P, T], opt_state: Any) -> Callable[P, T]:
                 inside, hoisted = closed("true_cotangents", call.results, wide)
             entered, scaled = [*wide, *widened(hoisted)], levels(of_rules)
             for scale, mark in scaled or ():
-                entered = _crossed(entered, scale, 1.0 / scale, mark)
+                entered = crossed(entered, scale, 1.0 / scale, mark)
             back = [x.astype(like.dtype) for x, like in zip(entered[len(wide) :], hoisted, strict=True)]
             with jax.named_scope(OUTSIDE) if scaled is None else contextlib.nullcontext():
                 found = inside([*entered[: len(wide)], *back])
             outs = widened(found)
             for scale, mark in scaled or ():
-                outs = _crossed(outs, 1.0 / scale, scale, mark)
+                outs = crossed(outs, 1.0 / scale, scale, mark)
         else:
             outs = found = call.results(*wide)
         like = jax.eval_shape(call.results, *call.arrays) if any(map(is_half, call.arrays)) else found
         return call.finish([x.astype(to.dtype) for x, to in zip(outs, like, strict=True)])
 
     return in_float32
-
-
-def _crossed(arrays: Sequence[Any], factor: jax.Array, inverse: jax.Array, mark: Any) -> list[Any]:
-    """`cross` of the differentiable arrays; without a mark, in every derivative."""
-    inexact = [x for x in arrays if is_differentiable(x)]
-    crossed = iter(leave(inexact, factor) if mark is None else cross(inexact, factor, inverse, mark))
-    return [next(crossed) if is_differentiable(x) else x for x in arrays]
 
 
 def _is_initializing(fun: Any) -> bool:

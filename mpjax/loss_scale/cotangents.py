@@ -229,6 +229,13 @@ ad.primitive_transposes[_cross_p] = _cross_transpose
 batching.primitive_batchers[_cross_p] = _cross_batch
 
 
+def crossed(arrays: Sequence[Any], factor: jax.Array, inverse: jax.Array, mark: Any) -> list[Any]:
+    """`cross` of the differentiable arrays; without a mark, in every derivative."""
+    inexact = [x for x in arrays if is_differentiable(x)]
+    found = iter(leave(inexact, factor) if mark is None else cross(inexact, factor, inverse, mark))
+    return [next(found) if is_differentiable(x) else x for x in arrays]
+
+
 # Which of the nested derivatives are scaled where code runs: those of the scaled losses that it belongs to.
 
 

@@ -14,13 +14,7 @@ import numpy as np
 
 from mpjax.loss_scale.applying import merge, trainable
 from mpjax.loss_scale.boundary import checked_aux, one_scale
-from mpjax.loss_scale.cotangents import (
-    is_differentiable,
-    is_overwritten,
-    level,
-    multiply,
-    unscale_by,
-)
+from mpjax.loss_scale.cotangents import is_differentiable, is_overwritten, level, multiply, unscale_by
 from mpjax.loss_scale.trees import same_structure, widened
 from mpjax.policy import is_half, path_string
 from mpjax.program import contexts

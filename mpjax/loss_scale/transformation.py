@@ -16,18 +16,12 @@ import numpy as np
 import optax
 
 from mpjax.kernels.unscaled import note_scaling_loop
-from mpjax.loss_scale import applying
+from mpjax.loss_scale import applying, usage
 from mpjax.loss_scale.applying import apply_gradients, as_transformation
 from mpjax.loss_scale.cotangents import unscale_by
 from mpjax.loss_scale.replicas import all_finite
 from mpjax.loss_scale.state import LossScaleState, contains_state
 from mpjax.loss_scale.trees import cast_like, row_major, settled
-from mpjax.loss_scale.usage import (
-    warn_of_gradients_divided_twice,
-    warn_of_rules_outside,
-    warn_of_unscaled_gradients,
-    warn_without_masters,
-)
 from mpjax.policy import get_policy
 from mpjax.program import compat
 from mpjax.program.source import UPDATE
@@ -234,7 +228,7 @@ def _loss_scaled(
         if contains_state(inner_state):
             raise ValueError("loss scaling: the wrapped optimizer has a loss scale already. Wrap it once.")
         inner_state = settled(inner, inner_state, params)
-        warn_without_masters(inner_state, params)
+        usage.warn_without_masters(inner_state, params)
         # Separate arrays: two leaves that share a buffer can't be donated.
         return LossScaleState(
             loss_scale=jnp.asarray(init_scale, jnp.float32),
@@ -267,25 +261,25 @@ def _loss_scaled(
     def decide(values: Any, state: LossScaleState, extra_args: dict[str, Any]) -> LossScaleState:
         """The next state, whose `last_finite` is the decision."""
         if grads_are_scaled:
-            warn_of_rules_outside()
-            warn_of_gradients_divided_twice(
+            usage.warn_of_rules_outside()
+            usage.warn_of_gradients_divided_twice(
                 values, "an optimizer with grads_are_scaled=True", "Leave grads_are_scaled out."
             )
         elif expects_scaled:
-            warn_of_unscaled_gradients(values, init_scale)
+            usage.warn_of_unscaled_gradients(values, init_scale)
         with jax.named_scope(UPDATE) if expects_scaled else contextlib.nullcontext():
             loss_finite = all_finite(extra_args.get("value"), state.loss_scale, axis_name)
             finite = all_finite(values, state.loss_scale, axis_name) & loss_finite
         return next_state(state, finite, loss_finite)
-    def take_or_skip(take: Any, skipped: Callable[[Any], Any], old: LossScaleState, new: LossScaleState) -> Any:
-        result, inner_state = jax.eval_shape(take)
-        return jax.lax.cond(new.last_finite, take, lambda: (skipped(result), cast_like(old.inner_state, inner_state)))
-
 
     def true(grads: Any, state: LossScaleState) -> Any:
         # Divides by the scale before this step, which the gradients carry. The branch that takes the step calls this
         # again, where it is fused into the update's own pass over the gradients.
         return unscale_by(grads, state.loss_scale) if grads_are_scaled else grads
+
+    def take_or_skip(take: Any, skipped: Callable[[Any], Any], old: LossScaleState, new: LossScaleState) -> Any:
+        result, inner_state = jax.eval_shape(take)
+        return jax.lax.cond(new.last_finite, take, lambda: (skipped(result), cast_like(old.inner_state, inner_state)))
 
     def update(grads: Any, state: LossScaleState, params: Any = None, **extra_args: Any) -> tuple[Any, LossScaleState]:
         _check_state("tx.update(grads, state, params)", grads, state, params)
