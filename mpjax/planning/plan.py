@@ -19,23 +19,9 @@ from mpjax.planning.memory import memory_of
 from mpjax.planning.report import PlanReport as PlanReport
 from mpjax.planning.report import Tried, rules_text
 from mpjax.planning.search import Combination, cheapest, largest_batch
-from mpjax.planning.step import (
-    CAST,
-    CHECKPOINT,
-    DONATE,
-    LOW_BIT,
-    MASTER,
-    OFFLOAD,
-    WHOLE,
-    BatchArgs,
-    Change,
-    Compiled,
-    Place,
-    Step,
-)
+from mpjax.planning.step import CAST, WHOLE, BatchArgs, Change, Compiled, Place, Step
 from mpjax.planning.target import Target
-from mpjax.planning.wrapped import low_bits, masters
-from mpjax.policy import HALF_DTYPES, get_policy
+from mpjax.policy import get_policy
 from mpjax.program import contexts
 from mpjax.program.tracing import functional, is_array
 
@@ -188,15 +174,7 @@ class _Planner:
             for axis, values in given.items():
                 for value in values:
                     yield Change(axis, value, price=_RESIDUALS[value] if axis == "residuals" else 0.01)
-            if self.step.traced((*self.start, CHECKPOINT)).trial.scans:
-                yield CHECKPOINT
-                yield OFFLOAD
-        if start.carried and not start.donated:
-            yield DONATE
-        if masters(start) and self.step.policy.compute_dtype in HALF_DTYPES:
-            yield MASTER
-        if low_bits(start):
-            yield LOW_BIT
+        yield from self.step.edits(self.start)
 
     def _compiles(self, change: Change) -> bool:
         """Whether XLA compiles the step with a change. Why it does not is noted."""

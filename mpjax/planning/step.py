@@ -23,7 +23,8 @@ from mpjax.launcher.patches import autocast_gradients
 from mpjax.planning import kernel_time
 from mpjax.planning.target import TARGETS, Target, traced_for
 from mpjax.planning.traffic import HOST, LAUNCH, bytes_moved, program_bytes, summary
-from mpjax.planning.wrapped import INPUTS, PARAMETERS, STATE, with_low_bit_state, with_master_weights
+from mpjax.planning.wrapped import INPUTS, PARAMETERS, STATE, low_bits, masters, with_low_bit_state, with_master_weights
+from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat, contexts
 from mpjax.program.graph import walk
 from mpjax.program.inlining import flow_of
@@ -230,6 +231,19 @@ class Step:
         if (key := frozenset(changes)) not in self._known:
             self._known[key] = self._under(changes)
         return self._known[key]
+
+    def edits(self, start: Sequence[Change]) -> Iterator[Change]:
+        """The edits of the code that may have an effect, besides those of `start`."""
+        traced = self.traced(start)
+        if traced.trial.autocasts and self.traced((*start, CHECKPOINT)).trial.scans:
+            yield CHECKPOINT
+            yield OFFLOAD
+        if traced.carried and not traced.donated:
+            yield DONATE
+        if masters(traced) and self.policy.compute_dtype in HALF_DTYPES:
+            yield MASTER
+        if low_bits(traced):
+            yield LOW_BIT
 
     def _under(self, changes: Sequence[Change]) -> Traced:
         axes = {change.axis: change for change in changes}
