@@ -113,22 +113,12 @@ class Target:
         if self.gpu is None:
             return _chips(f"{self.key.removeprefix('TPU ')}:{topology or _topology(self.chips, count)}", count)
         major, minor = self.gpu.capability.split(".")
-        description = _GPU.format(
-            name=self.name,
-            memory=self.memory_bytes,
-            major=major,
-            minor=minor,
-            fpus=64 if self.gpu.capability in ("7.0", "7.5", "8.0") else 128,
-            threads=self.gpu.threads,
-            shared=self.gpu.shared,
-            bandwidth=int(self.bandwidth or DEVICES[self.key].bandwidth),
-            **dataclasses.asdict(self.gpu),
-        )
+        fpus = 64 if self.gpu.capability in ("7.0", "7.5", "8.0") else 128
+        bandwidth = int(self.bandwidth or DEVICES[self.key].bandwidth)
+        described = _GPU.format(target=self, gpu=self.gpu, major=major, minor=minor, fpus=fpus, bandwidth=bandwidth)
+        options = {"target_config": described, "topology": f"1x1x{count}"}
         try:
-            name = self.key.lower()
-            return topologies.get_topology_desc(
-                name, "cuda", target_config=description, topology=f"1x1x{count}"
-            ).devices
+            return topologies.get_topology_desc(self.key.lower(), "cuda", **options).devices
         except NotImplementedError:  # no CUDA plugin is registered
             return None
 
@@ -165,7 +155,7 @@ _SHARED = {"7.0": 96, "7.5": 64, "8.0": 163, "8.6": 99, "8.9": 99, "12.0": 99}
 # some kernels.
 _GPU = """
 platform_name: "CUDA"
-device_description_str: "{name}"
+device_description_str: "{target.name}"
 dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
 runtime_version {{ major: 12 minor: 9 patch: 0 }}
 gpu_device_info {{
@@ -174,20 +164,20 @@ gpu_device_info {{
   dnn_version: "9.12.0"
   runtime_version: "12.9.0"
   compile_time_toolkit_version: "12.9.0"
-  core_count: {cores}
+  core_count: {gpu.cores}
   fpus_per_core: {fpus}
-  clock_rate_ghz: {clock}
-  l2_cache_size: {cache}
+  clock_rate_ghz: {gpu.clock}
+  l2_cache_size: {gpu.cache}
   memory_bandwidth: {bandwidth}
-  device_memory_size: {memory}
+  device_memory_size: {target.memory_bytes}
   threads_per_warp: 32
   threads_per_block_limit: 1024
-  threads_per_core_limit: {threads}
+  threads_per_core_limit: {gpu.threads}
   registers_per_block_limit: 65536
   registers_per_core_limit: 65536
   shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {shared}
-  shared_memory_per_core: {shared}
+  shared_memory_per_block_optin: {gpu.shared}
+  shared_memory_per_core: {gpu.shared}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
