@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from mpjax.inspection.profiling.hlo import HloModule, Line, module_path, sizes
-from mpjax.planning.traffic import ARRAY, UPDATES, elements_size, flat, source_of
+from mpjax.planning.traffic import ARRAY, UPDATES, dimensions, elements_size, flat, source_of
 from mpjax.program.source import informative_frame, is_library_file
 
 # By name: XLA's opcodes.
@@ -100,9 +100,6 @@ def live_at(buffers: Sequence[Buffer], now: int) -> Iterator[Buffer]:
     return (b for b in buffers if b.argument is None and b.start <= now <= b.end)
 
 
-Values = dict[str, list[Buffer]]
-
-
 class _Schedule:
     """Runs through a program in the order of its schedule."""
 
@@ -134,7 +131,7 @@ class _Schedule:
         """
         lines = self.program.computations[name]
         root = list(lines.values())[-1]
-        values: Values = {}
+        values: dict[str, list[Buffer]] = {}
         fixed = _fixed(lines, root, results)
         outer = {*itertools.chain(*given.values())}
         last = _last_reads(lines)
@@ -322,11 +319,7 @@ def _started(line: Line) -> str:
 def arrays(hlo_type: str) -> list[tuple[str, int, tuple[int, ...]]]:
     """The dtype, the bytes in device memory and the shape of each array of a type."""
     return [
-        (
-            sizes(found[0])[0][0],
-            0 if found[4] else elements_size(found),
-            tuple(int(d) for d in found[3].split(",") if d),
-        )
+        (sizes(found[0])[0][0], 0 if found[4] else elements_size(found), tuple(dimensions(found[0])))
         for found in ARRAY.finditer(hlo_type)
     ]
 

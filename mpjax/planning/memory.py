@@ -111,5 +111,4 @@ def kind_of(
             return kind
     if buffer.result:
         return RESULTS
-    kept = not buffer.made <= {BACKWARD, ""} and BACKWARD in buffer.read
-    return KEPT if kept else WORKSPACE
+    return KEPT if BACKWARD in buffer.read and not buffer.made <= {BACKWARD, ""} else WORKSPACE

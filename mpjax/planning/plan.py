@@ -28,7 +28,6 @@ from mpjax.program.tracing import functional, is_array
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 # The price of each way to keep values: larger errors of gradients cost more. Stochastic rounding takes the same bytes.
 _RESIDUALS = {"half": 0.01, "int8": 0.1, "float8": 0.12, "full": 0.01}
-_DEFAULT_POLICY = "mixed_bfloat16"
 
 
 def plan(
@@ -37,7 +36,7 @@ def plan(
     target: str | Target | None = None,
     memory: str | int | None = None,
     mesh: Mapping[str, int] | None = None,
-    policy: Any = _DEFAULT_POLICY,
+    policy: Any = "mixed_bfloat16",
     batch_axis: int | None = None,
     batch_args: int | str | Sequence[int | str] | None = None,
     quiet: bool = True,
@@ -106,8 +105,7 @@ def plan(
     if budget is not None and batch_axis is not None:
         batches, batch = planner.batches(budget, batch_axis, batch_args, found)
     errors = planner.errors(given, kwargs, found) if not planner.given.carried else {}
-    rows = planner.rows(found, errors, batches)
-    return planner.report(budget, found, rows, batch)
+    return planner.report(budget, found, planner.rows(found, errors, batches), batch)
 
 
 def bytes_of(memory: str | int) -> int:
@@ -180,15 +178,13 @@ class _Planner:
         """Whether XLA compiles the step with a change. Why it does not is noted."""
         try:
             self.measure((change,))
+            return True
         except NotImplementedError as error:
             self.failed[change.name] = f"is not available: {error}"
-            return False
         except Exception as error:  # such as a kernel that refuses a shape
-            self.failed[change.name] = (
-                f"does not compile: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-            )
-            return False
-        return True
+            first = (str(error).splitlines() or [""])[0][:160]
+            self.failed[change.name] = f"does not compile: {type(error).__name__}: {first}"
+        return False
 
     def _compiled(self, changes: Combination) -> Compiled:
         key = frozenset(changes)
@@ -207,8 +203,7 @@ class _Planner:
         """The changes to make, of which the step that fits needs none."""
         if budget is not None and self.base.peak <= budget:
             return ()
-        found = cheapest(self.options, self.measure, 0 if budget is None else budget)
-        return (*self.start, *found.chosen)
+        return (*self.start, *cheapest(self.options, self.measure, budget or 0).chosen)
 
     def errors(self, args: Any, kwargs: Any, chosen: Combination) -> dict[Combination, float]:
         """The errors of the gradients with each change, if the arguments are arrays."""
@@ -267,16 +262,8 @@ class _Planner:
         for changes in [*every, *([] if chosen in every else [chosen])]:
             found = self._compiled(changes)
             name = " + ".join(change.name for change in changes) or "as it is"
-            yield Tried(
-                name,
-                found.peak,
-                found.moved,
-                found.least,
-                found.modelled,
-                self._is_idle(changes),
-                errors.get(changes),
-                batches.get(changes),
-            )
+            figures = (found.peak, found.moved, found.least, found.modelled)
+            yield Tried(name, *figures, self._is_idle(changes), errors.get(changes), batches.get(changes))
 
     def report(self, budget: int | None, chosen: Combination, rows: Iterable[Tried], batch: int | None) -> PlanReport:
         """The report."""

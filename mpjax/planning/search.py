@@ -25,7 +25,6 @@ class Measured(Protocol):
 
 
 Combination = tuple[Change, ...]
-Measure = Callable[[Combination], Measured]
 
 
 class Found(NamedTuple):
@@ -40,7 +39,7 @@ class Found(NamedTuple):
     fits: bool
 
 
-def cheapest(options: Sequence[Change], measure: Measure, budget: float) -> Found:
+def cheapest(options: Sequence[Change], measure: Callable[[Combination], Measured], budget: float) -> Found:
     """Finds the changes of the least price with which the peak is within the budget.
 
         price = work of the step, relative, + the prices of the changes

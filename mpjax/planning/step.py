@@ -346,9 +346,7 @@ class Step:
     def with_batch(self, axis: int, args: BatchArgs, size: int) -> Step:
         """The step with another batch: another size of that axis of the arrays that carry it."""
         leaves = [
-            jax.ShapeDtypeStruct((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype, sharding=x.sharding)
-            if carries
-            else x
+            x.update(shape=(*x.shape[:axis], size, *x.shape[axis + 1 :])) if carries else x
             for _, x, carries in self._leaves(axis, args)
         ]
         tree = jax.tree.structure((self.args, self.kwargs), is_leaf=is_stateful)
