@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jax._src import distributed
 from tqdm import tqdm
 
 # Messages of the operating system, which TensorStore wraps in its own errors.
@@ -25,6 +24,8 @@ class UsageError(Exception):
 
 def process_id() -> int:
     """The number of this process in its training: 0 prints and writes files. Unlike JAX's own, it starts no devices."""
+    from jax._src import distributed  # not at the top: the process that synthesises speech needs no JAX
+
     return distributed.global_state.process_id
 
 
