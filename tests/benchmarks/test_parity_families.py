@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpjax
-from benchmarks.parity import training
+from benchmarks.parity import speech, training
 from benchmarks.parity.families import FAMILIES, get, module
 from benchmarks.parity.family import MODEL, Models
 from mpjax import LossScaleState
@@ -31,6 +31,16 @@ OVERFLOWING = ("jasper",)
 TRAINED = ("rossmann", "resnet", "gan", "ppo", "jasper")
 # NumPy evaluates the training steps of the others; for this one it takes longer than compiling with XLA.
 COMPILED = ("ppo",)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_voices():
+    """Synthesis takes most of the time of two families, and one batch is 24 utterances."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speech, "TRAIN_VOICES", speech.TRAIN_VOICES[:4])
+        patch.setattr(speech, "TEST_VOICES", speech.TEST_VOICES[:1])
+        yield
+    speech.speakers.cache_clear()
 
 
 def smallest(name):
