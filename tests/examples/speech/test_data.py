@@ -360,7 +360,7 @@ def test_training_batches_are_a_function_of_seed_and_epoch(speech):
 @pytest.mark.parametrize("perturbation", [NO_PERTURBATION, Perturbation()])
 def test_training_batches_are_full_and_hold_no_utterance_twice(speech, perturbation):
     buckets = Buckets(speech, 3, 3, perturbation)
-    batches = list(buckets.train_batches(0, 0))
+    batches = jax.device_get(list(buckets.train_batches(0, 0)))
     indices = np.concatenate([batch.indices for batch in batches])
     assert len(set(indices.tolist())) == 18
     assert len({batch.audio.shape for batch in batches}) > 1
@@ -380,7 +380,7 @@ def test_training_batches_are_full_and_hold_no_utterance_twice(speech, perturbat
 @pytest.mark.parametrize("batch_size", [3, 100])
 def test_every_utterance_is_evaluated_once(speech, batch_size):
     buckets = Buckets(speech, batch_size, 2, Perturbation())
-    batches = list(buckets.evaluation_batches())
+    batches = jax.device_get(list(buckets.evaluation_batches()))
     counted = np.concatenate([batch.indices[batch.weights > 0] for batch in batches])
     assert sorted(counted.tolist()) == list(range(20))
     # As few as possible are padded to the longest length.
