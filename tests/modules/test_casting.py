@@ -102,7 +102,7 @@ def test_an_override_may_compute_in_any_dtype(library, policy, inner):
     plain, _ = pure(library, None)
     rest = F32 if policy.startswith("float32") else F16
     assert operands(call, variables, X) == [rest, *inner, rest]
-    (found, found_stats), (expected, stats) = call(variables, X), plain(variables, X)
+    (found, found_stats), (expected, stats) = (arrays_in_numpy(each)(variables, X) for each in (call, plain))
     assert found.dtype == F32
     assert relative_error(found, expected) <= 16 * float(jnp.finfo(jnp.bfloat16).eps)
     assert [x.dtype for x in jax.tree.leaves(found_stats)] == [F32] * 2
@@ -195,14 +195,14 @@ def test_a_method_that_returns_a_submodule_runs_as_written():
 def test_complex_modules_are_left_alone(library):
     if library == "linen":
         layer = nn.Dense(8, param_dtype=jnp.complex64)
-        variables = layer.init(jax.random.key(0), X)
+        variables = jax.jit(layer.init)(jax.random.key(0), X)
         calls = [lambda v, m=m: m.apply(v, X) for m in (mpjax.with_policy(layer, "O2"), layer)]
     else:
         layer = nnx.Linear(8, 8, param_dtype=jnp.complex64, rngs=nnx.Rngs(0))
         variables = nnx.state(layer)
         graphs = [nnx.graphdef(m) for m in (mpjax.with_policy(layer, "O2"), layer)]
         calls = [lambda v, g=g: nnx.merge(g, v, copy=True)(X) for g in graphs]
-    found, expected = (call(variables) for call in calls)
+    found, expected = (jax.jit(call)(variables) for call in calls)
     assert found.dtype == jnp.complex64
     assert np.abs(expected.imag).max() > 0
     np.testing.assert_array_equal(found, expected)
@@ -219,7 +219,8 @@ def test_code_between_layers_follows_the_rules_of_autocast():
 
     variables = arrays_in_numpy(Model().init)(KEY, X)
     models = mpjax.with_policy(Model(), "mixed_float16"), Model()
-    found, expected = (jax.value_and_grad(lambda v, m=m: jnp.mean(m.apply(v, X) ** 2))(variables) for m in models)
+    losses = [lambda v, m=m: jnp.mean(m.apply(v, X) ** 2) for m in models]
+    found, expected = (arrays_in_numpy(jax.value_and_grad(loss))(variables) for loss in losses)
     assert relative_error(found, expected) <= 16 * float(jnp.finfo(F16).eps)
 
 
@@ -291,7 +292,7 @@ def test_a_step_of_training_under_a_loss_scale(library, policy):
     low = mpjax.get_policy("O2" if policy == "O2" else "float32").cast_to_param(params)
     loss = lambda run: lambda params: jnp.mean(run(merge(params), X)[0] ** 2)
     value, grads = jax.jit(lambda p, s: mpjax.value_and_grad(loss(call), s)(p))(low, opt_state)
-    expected = jax.value_and_grad(loss(plain))(params)
+    expected = arrays_in_numpy(jax.value_and_grad(loss(plain)))(params)
     assert {g.dtype for g in jax.tree.leaves(grads)} == {F32}
     assert relative_error((value, grads), expected) <= 16 * float(jnp.finfo(F16).eps)
 

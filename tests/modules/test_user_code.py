@@ -12,8 +12,9 @@ from flax import nnx
 
 import mpjax
 from testing.measures import relative_error
+from testing.random_programs.evaluate import arrays_in_numpy
 
-X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32)
+X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
 # The rounding of inputs, weights and results of two layers, forward and backward; without float32, the error is 1.
 TOLERANCE = {
     half: 8 * float(jnp.finfo(half.removeprefix("mixed_")).eps) for half in ("mixed_float16", "mixed_bfloat16")
@@ -25,10 +26,10 @@ STATE = mpjax.static_loss_scale(optax.sgd(0.1), 2.0**10).init({})
 @pytest.mark.parametrize("policy", [*TOLERANCE, "O2"])
 def test_complex_layers_keep_their_imaginary_part(policy):
     linen = nn.Dense(4, param_dtype=jnp.complex64)
-    params = jax.tree.map(lambda x: x + 1j, linen.init(jax.random.key(0), X))
+    params = jax.jit(lambda: jax.tree.map(lambda x: x + 1j, linen.init(jax.random.key(0), X)))()
     with_policy = mpjax.with_policy(linen, policy)
     assert jax.eval_shape(with_policy.init, jax.random.key(0), X) == jax.eval_shape(lambda: params)
-    np.testing.assert_array_equal(with_policy.apply(params, X), linen.apply(params, X))
+    np.testing.assert_array_equal(*(jax.jit(model.apply)(params, X) for model in (with_policy, linen)))
 
     layer = nnx.Linear(8, 4, param_dtype=jnp.complex64, rngs=nnx.Rngs(0))
     expected = layer(X)
@@ -57,17 +58,18 @@ class NormalisedNNX(nnx.Module):
 @pytest.mark.parametrize("size", [1e-3, 1.0, 3e3])
 @pytest.mark.parametrize("policy", TOLERANCE)
 def test_a_norm_between_layers_is_computed_in_float32(policy, size):
-    x = X * size
+    x = X * np.float32(size)
     model = Normalised()
-    params = model.init(jax.random.key(0), x)
+    params = arrays_in_numpy(model.init)(jax.random.key(0), x)
 
     def value_and_gradient(model):
-        return mpjax.value_and_grad(lambda params: jnp.sum(model.apply(params, x) ** 2), STATE)(params)
+        loss = lambda params: jnp.sum(model.apply(params, x) ** 2)
+        return arrays_in_numpy(lambda params: mpjax.value_and_grad(loss, STATE)(params))(params)
 
     expected, found = value_and_gradient(model), value_and_gradient(mpjax.with_policy(model, policy))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert relative_error(a, b) < TOLERANCE[policy]
 
     module = NormalisedNNX(nnx.Rngs(0))
-    expected = module(x)
-    assert relative_error(mpjax.with_policy(module, policy)(x), expected) < TOLERANCE[policy]
+    expected, found = (arrays_in_numpy(module)(x) for module in (module, mpjax.with_policy(module, policy)))
+    assert relative_error(found, expected) < TOLERANCE[policy]
