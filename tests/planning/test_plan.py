@@ -261,13 +261,6 @@ def test_without_a_known_memory_the_least_is_shown():
     assert "memory= gives it" in str(report)
 
 
-def test_nothing_is_allocated():
-    vast = 1 << 17  # 64 GiB in float32
-    params, opt_state, x = shapes(width=vast)
-    report = mpjax.plan(donating(step_of(loss_fn)), params, opt_state, x, memory="10TB")
-    assert report.peak > 3 * 2 * LAYERS * vast**2 * 4
-
-
 def test_the_gradient_of_a_loss_is_planned(of_loss):
     params, _, x = shapes()
     assert of_loss.peak == pytest.approx(compiled_bytes(jax.grad(loss_fn), params, x, donate=()), rel=0.01)
@@ -392,8 +385,9 @@ def test_nnx_modules_and_optimizers():
     assert row(report, "autocast + donate").peak < row(report, "autocast").peak
 
 
-def test_train_state():
-    model = nn.Sequential([nn.Dense(256), nn.relu, nn.Dense(64)])
+def test_a_train_state_that_is_larger_than_any_memory():
+    vast = 1 << 28  # 64 GiB in float32 each: nothing is allocated
+    model = nn.Sequential([nn.Dense(vast), nn.relu, nn.Dense(64)])
     x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     make = lambda params: TrainState.create(apply_fn=model.apply, params=params, tx=ADAM)
@@ -402,9 +396,9 @@ def test_train_state():
         grads = jax.grad(lambda params: jnp.mean(state.apply_fn(params, x) ** 2))(state.params)
         return state.apply_gradients(grads=grads)
 
-    report = mpjax.plan(jax.jit(train_step, donate_argnums=0), jax.eval_shape(make, params), x, memory="1GB")
+    report = mpjax.plan(jax.jit(train_step, donate_argnums=0), jax.eval_shape(make, params), x, memory="10TB")
     weights = sum(x.size for x in jax.tree.leaves(params)) * 4
-    assert report.kinds["parameters"] == weights
+    assert report.kinds["parameters"] == weights > 128 * 2**30
     assert report.kinds["optimizer state"] == pytest.approx(2 * weights, rel=0.01)
     assert "donate" not in " ".join(row.name for row in report.options)
 
