@@ -125,9 +125,9 @@ def libraries():
     linen, haiku = Linen(), hk.without_apply_rng(hk.transform(lambda x: Haiku("net")(x)))
     layers = eqx.nn.Linear(8, 8, key=key), eqx.nn.LayerNorm(8), eqx.nn.Linear(8, 4, key=key)
     return {
-        "linen": (lambda variables: linen.apply(variables, x), linen.init(key, x)),
+        "linen": (lambda variables: linen.apply(variables, x), jax.jit(linen.init)(key, x)),
         "nnx": (lambda model: model(x), NNX(nnx.Rngs(0))),
-        "haiku": (lambda params: haiku.apply(params, x), haiku.init(key, x)),
+        "haiku": (lambda params: haiku.apply(params, x), jax.jit(haiku.init)(key, x)),
         "equinox": (lambda model: jax.vmap(model)(x), Equinox(*layers)),
     }
 
