@@ -1,6 +1,7 @@
-"""Applies the launcher's patches for a test and undoes them afterwards."""
+"""Writes scripts; applies the launcher's patches for a test and undoes them afterwards."""
 
 import contextlib
+import textwrap
 
 import jax
 import pytest
@@ -25,3 +26,15 @@ def launched():
 
         yield launch
     jax.clear_caches()
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a script, and returns its path."""
+
+    def write(text, name="script.py"):
+        path = tmp_path / name
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    return write

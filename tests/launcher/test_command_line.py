@@ -50,16 +50,6 @@ def run(*arguments, **options):
     return python("-m", "mpjax", "run", *arguments, **options)
 
 
-@pytest.fixture
-def script(tmp_path):
-    def write(text, name="script.py"):
-        path = tmp_path / name
-        path.write_text(textwrap.dedent(text))
-        return path
-
-    return write
-
-
 def test_a_script_runs_in_half_and_prints_a_summary(script, tmp_path):
     queries = "import importlib.util\nfor name in ('jax', 'optax'):\n    importlib.util.find_spec(name)\n"
     done = run("--explain", tmp_path / "plan.txt", script(queries + LINEAR), "--lr", "-m")

@@ -2,7 +2,6 @@
 
 import atexit
 import runpy
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -66,21 +65,11 @@ step(w, s, np.ones((8, 16), np.float32))
 
 
 @pytest.fixture
-def written(tmp_path):
-    def write(text, name="script.py"):
-        path = tmp_path / name
-        path.write_text(textwrap.dedent(text))
-        return str(path)
-
-    return write
-
-
-@pytest.fixture
 def report_of(capsys):
     """What `mpjax run` with these arguments prints about a script, which runs in this process."""
 
     def run(*arguments):
-        parsed = cli.parser().parse_args(arguments)
+        parsed = cli.parser().parse_args([*map(str, arguments)])
         patches = hooks.patch(cli.options_of(parsed))
         report = Report(patches.session, always=True)
         atexit.unregister(report.last_block)
@@ -97,10 +86,10 @@ def report_of(capsys):
     return run
 
 
-def test_rules_of_a_file_apply(written, report_of):
-    rules = written('deny = ["tanh"]\n[overrides]\n"*/head" = "float32"\n', "rules.toml")
+def test_rules_of_a_file_apply(script, report_of):
+    rules = script('deny = ["tanh"]\n[overrides]\n"*/head" = "float32"\n', "rules.toml")
     named = LINEAR.replace("(x @ w) ** 2", 'jax.named_scope("head")(lambda: x @ w)() ** 2')
-    first, last = report_of("--rules", rules, written(named)).split("mpjax run: summary")
+    first, last = report_of("--rules", rules, script(named)).split("mpjax run: summary")
     assert "step (script.py:4): 0.0% of" in first
     assert "100.0% not: script.py:6 (head): " in first
     hint = "(--explain FILE lists primitives and module paths)"
@@ -108,22 +97,22 @@ def test_rules_of_a_file_apply(written, report_of):
     assert f"mpjax run: matched nothing: deny 'tanh' {hint}" in first
     assert last.startswith("\n  step (script.py:4)")
     with pytest.raises(hooks.LaunchError, match="allowed = 3 is not understood"):
-        hooks.read_rules(written("allowed = 3", "rules.toml"))
+        hooks.read_rules(script("allowed = 3", "rules.toml"))
 
 
-def test_fused_attention_is_asked_for_by_a_flag(written, report_of, tmp_path):
+def test_fused_attention_is_asked_for_by_a_flag(script, report_of, tmp_path):
     attention = LINEAR.replace("(x @ w) ** 2", "(jax.nn.softmax((x @ w) @ (x @ w).T) @ x @ w) ** 2")
     plan = tmp_path / "plan.txt"
-    report_of("--policy", "mixed_bfloat16", "--attention", "xla", "--explain", str(plan), written(attention))
+    report_of("--policy", "mixed_bfloat16", "--attention", "xla", "--explain", plan, script(attention))
     assert "fused_attention" in plan.read_text()
 
 
-def test_a_quiet_report_says_that_half_was_not_used(written, report_of):
+def test_a_quiet_report_says_that_half_was_not_used(script, report_of):
     by_hand = """
     import jax, jax.numpy as jnp
     jax.jit(lambda w: w - 0.5 * jax.grad(lambda w: jnp.sum(w @ w))(w))(jnp.eye(4))
     """
-    assert report_of("--quiet", written(by_hand)).startswith("mpjax run: in float32: the gradients of <lambda> at")
+    assert report_of("--quiet", script(by_hand)).startswith("mpjax run: in float32: the gradients of <lambda> at")
 
 
 TRAINER = """
@@ -135,21 +124,21 @@ class Trainer:
 """
 
 
-def test_a_trainer_that_is_installed_is_named_with_the_whole_route(written, report_of, tmp_path, monkeypatch):
+def test_a_trainer_that_is_installed_is_named_with_the_whole_route(script, report_of, tmp_path, monkeypatch):
     folder = tmp_path / "site-packages"
     folder.mkdir()
-    written(TRAINER, "site-packages/trainer.py")
+    script(TRAINER, "site-packages/trainer.py")
     monkeypatch.syspath_prepend(folder)
-    path = written("import jax.numpy as jnp, trainer\ntrainer.Trainer().fit(jnp.ones((16, 16)))")
+    path = script("import jax.numpy as jnp, trainer\ntrainer.Trainer().fit(jnp.ones((16, 16)))")
     (line,) = report_of(path).splitlines()
     assert line.startswith("mpjax run: nothing was cast to half: gradients that trainer computed.")
     assert line.endswith("the list `packages` of a --rules file, and if it does not update by optax, add --policy "
                          "mixed_bfloat16 --any-gradient")  # fmt: skip
-    rules = written('packages = ["trainer"]', "rules.toml")
+    rules = script('packages = ["trainer"]', "rules.toml")
     assert "100.0% of" in report_of("--policy", "mixed_bfloat16", "--any-gradient", "--rules", rules, path)
 
 
-def test_calls_in_float32_of_a_function_that_also_trains_are_counted(written, report_of):
+def test_calls_in_float32_of_a_function_that_also_trains_are_counted(script, report_of):
     trains = """
     import jax, jax.numpy as jnp, optax
     loss = lambda w: jnp.mean((jnp.ones((8, 16)) @ w) ** 2)
@@ -161,7 +150,7 @@ def test_calls_in_float32_of_a_function_that_also_trains_are_counted(written, re
     for _ in range(5):
         gradient(w * 1.0)
     """
-    last = report_of(written(trains)).split("mpjax run: summary")[1].splitlines()
+    last = report_of(script(trains)).split("mpjax run: summary")[1].splitlines()
     assert last[1].startswith("  loss (script.py:3): 3 steps") or last[1].startswith(
         "  <lambda> (script.py:3): 3 steps"
     )
@@ -187,16 +176,16 @@ step(w, tx.init(w), x, positions)
 """
 
 
-def test_the_first_block_names_a_rounding_that_is_amplified(written, report_of):
-    report = report_of(written(ROTARY.replace("CAST", "bfloat16")))
+def test_the_first_block_names_a_rounding_that_is_amplified(script, report_of):
+    report = report_of(script(ROTARY.replace("CAST", "bfloat16")))
     (line,) = [line for line in report.splitlines() if line.startswith("  risk: ")]
     assert "at script.py:9 reads whole numbers beyond 256, rounded to bfloat16 by " in line
     assert "at script.py:8" in line
-    assert "risk" not in report_of(written(ROTARY.replace("CAST", "float32")))
+    assert "risk" not in report_of(script(ROTARY.replace("CAST", "float32")))
 
 
-def test_an_earlier_import_of_jax_is_refused(written, capsys, monkeypatch):
+def test_an_earlier_import_of_jax_is_refused(script, capsys, monkeypatch):
     for name in (hooks.POLICY, hooks.DETAILS):
         monkeypatch.setenv(name, "")
-    assert cli.main([written(LINEAR)]) == 2
+    assert cli.main([str(script(LINEAR))]) == 2
     assert "JAX is imported already" in capsys.readouterr().err
