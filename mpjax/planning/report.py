@@ -14,10 +14,10 @@ from mpjax.planning.memory import Memory
 _GIVEN = "as it is"
 # The fields of `Tried` that may be None in all rows, each with its column and its text.
 _IF_KNOWN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("seconds", "least time", lambda x: duration(x or 0.0)),
-    ("modelled", "modelled", lambda x: duration(x or 0.0)),
-    ("error", "error", lambda x: "-" if x is None else percent(x)),
-    ("batch", "largest batch", lambda x: "-" if x is None else str(x)),
+    ("seconds", "least time", duration),
+    ("modelled", "modelled", duration),
+    ("error", "error", percent),
+    ("batch", "largest batch", str),
 )
 
 
@@ -165,7 +165,7 @@ class PlanReport(Report):
                 amount(row.peak, "B"),
                 f"{row.peak / first.peak - 1:+.0%}",
                 f"{row.bytes_moved / max(first.bytes_moved, 1):.2f}×",
-                *(text(getattr(row, field)) for field, _, text in given),
+                *("-" if (x := getattr(row, field)) is None else text(x) for field, _, text in given),
             )
             for row in self.options
             if not row.same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -163,11 +164,17 @@ def test_the_step_with_master_weights_computes_what_is_made_by_hand():
         np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=1e-2, atol=1e-6)
 
 
-def test_master_weights_are_a_kind_and_an_edit():
+def test_master_weights_are_tried():
     report = mpjax.plan(donating(step_of(half(loss_fn))), *shapes(), memory="2MB")
     changed = row(report, "master_weights")
     assert not changed.same
-    assert report.chosen.count("master_weights") == sum("mpjax.master_weights(tx" in edit for edit in report.edits)
+
+
+def test_a_time_that_is_not_known_is_no_time_of_zero(plain):
+    first, *_ = plain.options
+    options = tuple(dataclasses.replace(first, name=f"takes {time}", modelled=time) for time in (0.5, None))
+    text = str(dataclasses.replace(plain, options=options))
+    assert re.findall(r"^takes (\S+) .*×\s+(\S.*)$", text, re.MULTILINE) == [("0.5", "500 ms"), ("None", "-")]
 
 
 def test_offload_is_not_available_on_a_cpu(plain):
