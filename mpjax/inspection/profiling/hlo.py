@@ -64,7 +64,7 @@ def _size(name: str, shape: str) -> tuple[str, int]:
 
 def _long_name(name: str) -> str:
     kind = {"s": "int", "u": "uint", "f": "float", "c": "complex"}.get(name[0], name[0])
-    return kind + name[1:].replace("e", "_e", 1) if name.startswith("f8") else kind + name[1:]
+    return kind + name[1:].replace("e", "_e", 1)  # f4e2m1fn is float4_e2m1fn.
 
 
 _DTYPES = {"pred": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}

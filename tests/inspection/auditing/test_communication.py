@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax.inspection.auditing.communication import collectives
+from mpjax.inspection.profiling.hlo import sizes
 
 SHARES = 4
 
@@ -114,6 +115,12 @@ ENTRY %main (q: bf16[2,4], r: f8e4m3fn[4]) -> f32[4] {
   ROOT %loop = (s32[], f32[4]{0}) while(%q), condition=%no, body=%body, backend_config={"known_trip_count":{"n":"6"}}
 }
 """
+
+
+def test_the_text_names_dtypes_shorter_than_jax():
+    assert sizes("f4e2m1fn[8] f8e8m0fnu[2] bf16[] c64[3]") == [
+        ("float4_e2m1fn", 4), ("float8_e8m0fnu", 2), ("bfloat16", 2), ("complex64", 24),
+    ]  # fmt: skip
 
 
 def test_text_of_a_gpu_program():
