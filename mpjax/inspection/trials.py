@@ -36,7 +36,7 @@ from mpjax.program.interpreter import (
     is_low,
     widened,
 )
-from mpjax.program.objects import contains_nnx_object, is_nnx_object
+from mpjax.program.objects import contains_nnx_object, filled, is_nnx_object
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import primitive
 from mpjax.program.scopes import named_modules
@@ -94,11 +94,6 @@ def below_root(path: str, paths: Collection[str]) -> str:
 def argument_name(name: str) -> str:
     """Rewrites the tree path of a leaf of `(args, kwargs)` for users: `[0][1]['w']` as `args[1]['w']`."""
     return ("args" if name.startswith("[0]") else "kwargs") + name[3:]
-
-
-def replaced(items: Sequence[Any], places: Iterable[int], new: Iterable[Any]) -> list[Any]:
-    """The items, with others at some places."""
-    return [*(dict(enumerate(items)) | dict(zip(places, new, strict=True))).values()]
 
 
 def scale_state(loss_scale: Any) -> LossScaleState:
@@ -162,11 +157,11 @@ class Loss:
                 moving = [i for i, leaf in enumerate(leaves) if is_castable(leaf)]
 
                 def of_leaves(params: Sequence[Any]) -> Any:
-                    filled = jax.tree.unflatten(tree, replaced(leaves, moving, params))
-                    return call(*replaced(args, positions, filled))
+                    given = jax.tree.unflatten(tree, filled(leaves, moving, params))
+                    return call(*filled(args, positions, given))
 
                 value, found = value_and_grad(of_leaves, state, has_aux=self.has_aux)([leaves[i] for i in moving])
-                grads = jax.tree.unflatten(tree, replaced([None] * len(leaves), moving, found))
+                grads = jax.tree.unflatten(tree, filled([None] * len(leaves), moving, found))
                 grads = grads[0] if isinstance(self.argnums, int) else grads
             with_paths = jax.tree_util.tree_flatten_with_path(grads)[0]
             paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in with_paths]

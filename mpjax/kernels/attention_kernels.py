@@ -21,6 +21,7 @@ from mpjax.kernels import attention
 from mpjax.kernels.attention import Form, Operands, band
 from mpjax.program import compat
 from mpjax.program.evaluator import bind, evaluate
+from mpjax.program.objects import filled
 
 # JAX adds these numbers to masked scores in cuDNN's kernel, which computes NaN from larger ones.
 _LEAST = {"bfloat16": -(2.0**41), "float16": -(2.0**14)}
@@ -118,16 +119,12 @@ class _Traced:
         floats = [i for i in self._given if i < 4]
 
         def gradients(*arrays: Any) -> Any:
-            filled: list[Any] = [None] * len(x)
-            for i, y in zip(self._given, arrays[:-1], strict=True):
-                filled[i] = y
+            operands = filled([None] * len(x), self._given, arrays[:-1])
 
             def of_floats(*chosen: Any) -> Any:
-                for i, y in zip(floats, chosen, strict=True):
-                    filled[i] = y
-                return kernel(*filled)
+                return kernel(*filled(operands, floats, chosen))
 
-            out, pullback = jax.vjp(of_floats, *(filled[i] for i in floats))
+            out, pullback = jax.vjp(of_floats, *(operands[i] for i in floats))
             found = dict(zip(floats, pullback(arrays[-1]), strict=True))
             return out, *(found[i] for i in floats)
 

@@ -30,6 +30,7 @@ from jax.interpreters import ad, batching, mlir
 
 from mpjax.kernels.derivatives import define_compiled, derive_formulas, same_axes, vary_as
 from mpjax.program import compat
+from mpjax.program.objects import filled
 
 # The logits of a block that exist at once.
 _BLOCK = 2**26
@@ -303,13 +304,16 @@ def _tangent_program(*arrays: Any, head: Head, wrt: tuple[str, ...]) -> list[Any
     given, tangents = list(arrays[: head.operands]), arrays[len(arrays) - len(wrt) :]
     places = head.places(wrt)
 
-    def fun(*chosen: Any) -> Any:
-        filled = list(given)
-        for i, y in zip(places, chosen, strict=True):
-            filled[i] = y
-        return _differentiable(formula(*filled, head=head))
+    return list(jax.jvp(_formula_of(given, places, head), [given[i] for i in places], list(tangents))[1])
 
-    return list(jax.jvp(fun, [given[i] for i in places], list(tangents))[1])
+
+def _formula_of(given: Sequence[Any], places: Sequence[int], head: Head) -> Callable[..., list[Any]]:
+    """The differentiable results as a function of some operands."""
+
+    def fun(*chosen: Any) -> list[Any]:
+        return _differentiable(formula(*filled(given, places, chosen), head=head))
+
+    return fun
 
 
 def _differentiable(outs: Sequence[Any]) -> list[Any]:
@@ -348,8 +352,8 @@ def _transpose(cts: Sequence[Any], *arrays: Any, head: Head, wrt: tuple[str, ...
     asked = [name for name, x in zip(wrt, arrays[count:], strict=True) if ad.is_undefined_primal(x)]
     if not asked or all(type(ct) is ad.Zero for ct in cts):
         return [*nothing, *(None for _ in wrt)]
-    filled = same_axes([*arrays[:count], *(ad.instantiate_zeros(ct) for ct in cts)])
-    found = dict(zip(asked, backward_p.bind(*filled, head=head, wrt=tuple(asked)), strict=True))
+    operands = same_axes([*arrays[:count], *(ad.instantiate_zeros(ct) for ct in cts)])
+    found = dict(zip(asked, backward_p.bind(*operands, head=head, wrt=tuple(asked)), strict=True))
     return [*nothing, *(found.get(name) for name in wrt)]
 
 
@@ -358,13 +362,7 @@ def _whole_backward(*arrays: Any, head: Head, wrt: tuple[str, ...]) -> list[Any]
     given, cts = list(arrays[: head.operands]), list(arrays[head.operands + 1 :])
     places = head.places(wrt)
 
-    def fun(*chosen: Any) -> Any:
-        filled = list(given)
-        for i, y in zip(places, chosen, strict=True):
-            filled[i] = y
-        return _differentiable(formula(*filled, head=head))
-
-    return list(jax.vjp(fun, *(given[i] for i in places))[1](cts))
+    return list(jax.vjp(_formula_of(given, places, head), *(given[i] for i in places))[1](cts))
 
 
 def _set_batching(primitive: Primitive, per_row: Callable[[int, Any], bool]) -> None:

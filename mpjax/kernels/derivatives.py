@@ -10,6 +10,7 @@ import jax
 from jax.interpreters import ad, batching, mlir
 
 from mpjax.program import compat
+from mpjax.program.objects import filled
 
 
 def set_derivative(
@@ -95,10 +96,7 @@ def derive_formulas(primitive: Any, whole: Callable[..., Any]) -> None:
         inexact = [i for i, p in enumerate(primals) if compat.is_inexact(jax.typeof(p))]
 
         def of_floats(*floats: Any) -> Any:
-            filled = list(primals)
-            for i, y in zip(inexact, floats, strict=True):
-                filled[i] = y
-            return whole(*filled, **params)
+            return whole(*filled(primals, inexact, floats), **params)
 
         _, out = jax.jvp(of_floats, [primals[i] for i in inexact], [ad.instantiate_zeros(tangents[i]) for i in inexact])
         return primitive.bind(*primals, **params), out

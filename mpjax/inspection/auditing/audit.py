@@ -21,11 +21,12 @@ from mpjax.inspection.auditing.report import PrecisionReport as PrecisionReport
 from mpjax.inspection.auditing.risks import Risk, risks_of
 from mpjax.inspection.devices import device_of, local_device
 from mpjax.inspection.reports import added_up, totals
-from mpjax.inspection.trials import named_call, replaced
+from mpjax.inspection.trials import named_call
 from mpjax.program import compat, contexts
 from mpjax.program.graph import Site, not_entered, operands_read, walk
 from mpjax.program.inlining import Flow, Node, Value, flow_of
 from mpjax.program.interpreter import is_float
+from mpjax.program.objects import filled
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD, SCALED, UPDATE, reason, scopes
@@ -241,7 +242,7 @@ def gradient_of(program: TracedCall) -> Callable[..., Any] | None:
 
     def gradient(*arrays: Any) -> Any:
         def results(chosen: list[Any]) -> list[Any]:
-            outputs = call(*replaced(arrays, first, chosen))
+            outputs = call(*filled(arrays, first, chosen))
             return [outputs[i] for i in outs]
 
         values, pullback = jax.vjp(results, [arrays[i] for i in first])
