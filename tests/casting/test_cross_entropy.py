@@ -212,6 +212,18 @@ def biased_scaled_and_capped(params, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
 
+def weighted_in_the_labels(params, x, y):
+    """The weights of tokens are factors of the labels, which are smoothed."""
+    weights = jnp.where(y % 5 > 0, 1.0, 0.0)
+    labels = optax.smooth_labels(jax.nn.one_hot(y, V), 0.1) * (weights / jnp.sum(weights))[..., None]
+    return jnp.sum(optax.softmax_cross_entropy(logits_of(params, x), labels))
+
+
+def weighted_by_learned_weights(params, x, y):
+    picked = jax.nn.one_hot(y, V) * jax.nn.log_softmax(logits_of(params, x))
+    return -jnp.sum(picked * jax.nn.softplus(params[2][y])[..., None])
+
+
 LOSSES = {
     f.__name__: f
     for f in (
@@ -220,6 +232,7 @@ LOSSES = {
         scanned, mapped, outside, of_each_row, rows_behind_and_swapped, on_and_off_values, smoothed_where,
         padded_vocabulary, padded_and_biased, labels_in_the_padding, padded_then_scaled_and_capped, summed_at_once,
         contracted, named_and_divided_by_a_root, at_a_learned_temperature, biased_scaled_and_capped,
+        weighted_in_the_labels, weighted_by_learned_weights,
     )
 }  # fmt: skip
 

@@ -15,7 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax.casting.cross_entropy.labels import Labels, gathered, labels_of, number_of, row_of, scalar_of, times
+from mpjax.casting.cross_entropy.labels import (
+    Labels,
+    gathered,
+    labels_of,
+    number_of,
+    row_of,
+    scalar_of,
+    times,
+    weighted,
+)
 from mpjax.casting.setting import tracked
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow
@@ -244,15 +253,19 @@ class _Search:
             ):
                 return Picked(Labels(((label, 1.0),)), logits)
             case "neg", [Picked(labels, logits)]:
-                return Picked(Labels(tuple((y, -f) for y, f in labels.factors), -labels.rest), logits)
+                return Picked(times(labels, -1.0), logits)
             case "neg", [Logits() as logits]:
                 return Picked(Labels((), -1.0), logits)
             case "mul", [Picked(), None] | [None, Picked()] | [Logits(), None] | [None, Logits()]:
                 kind = kinds[0] if kinds[0] is not None else kinds[1]
-                number = number_of(self.flow, eqn.invars[1] if kinds[0] is not None else eqn.invars[0])
+                other = eqn.invars[1] if kinds[0] is not None else eqn.invars[0]
+                number = number_of(self.flow, other)
+                labels, logits = (kind.labels, kind.logits) if isinstance(kind, Picked) else (Labels((), 1.0), kind)
                 if number is not None:
-                    labels, logits = (kind.labels, kind.logits) if isinstance(kind, Picked) else (Labels((), 1.0), kind)
                     return Picked(times(labels, number), logits)
+                of_rows = weighted(labels, name, row_of(self.flow, other, self.shape))
+                if of_rows is not None and isinstance(kind, Picked):
+                    return Picked(of_rows, logits)
             case "reduce_max", [Logits(shift)] if self._over_vocabulary(eqn):
                 self.is_loss = True
                 if not self._is_stopped(eqn.outvars[0]):
@@ -329,17 +342,20 @@ class _Search:
 
     def _note_picked(self, eqn: Any, labels: Labels, shift: Any) -> None:
         at, size, rest = [(self._label(y), factor) for y, factor in labels.factors], self.size, labels.rest
-        count = len(shift)
+        begin, end = len(shift), len(shift) + len(at)
 
         def result(found: Any, *rows: Any) -> Any:
-            total = _total(shift, rows[:count])
+            total = _total(shift, rows[:begin])
             out = rest * (found[2] + size * total) if rest else 0.0
-            for (i, factor), y in zip(at, rows[count:], strict=True):
+            for (i, factor), y in zip(at, rows[begin:end], strict=True):
                 inside = (y >= 0) & (y < size)
                 out = out + factor * (found[4 + i] + jnp.where(inside, total, 0))
+            for (how, _), weight in zip(labels.weights, rows[end:], strict=True):
+                out = out * weight if how == "mul" else out / weight
             return out
 
-        self.reads.append((eqn, result, (*(row for _, row in shift), *(y for y, _ in labels.factors))))
+        of_rows = (*(row for _, row in shift), *(y for y, _ in labels.factors), *(w for _, w in labels.weights))
+        self.reads.append((eqn, result, of_rows))
 
     def _note_gather(self, eqn: Any, label: Any, shift: Any) -> None:
         size, mode, fill, count = self.size, eqn.params["mode"], eqn.params["fill_value"], len(shift)

@@ -19,14 +19,23 @@ from mpjax.program.primitives import primitive
 
 
 class Labels(NamedTuple):
-    """Numbers that are the same for all of the vocabulary but the label: a factor for each label, and the rest."""
+    """Numbers that are the same for all of the vocabulary but the label: a factor for each label, and the rest.
+
+    All are multiplied or divided (`mul`, `div`) by variables that are the same in a row: the weights of examples.
+    """
 
     factors: tuple[tuple[Any, float], ...]
     rest: float = 0.0
+    weights: tuple[tuple[str, Any], ...] = ()
 
 
 def times(labels: Labels, number: float) -> Labels:
-    return Labels(tuple((y, f * number) for y, f in labels.factors), labels.rest * number)
+    factors = tuple((y, f * number) for y, f in labels.factors)
+    return labels._replace(factors=factors, rest=labels.rest * number)
+
+
+def weighted(labels: Labels, how: str, weight: Any) -> Labels | None:
+    return None if weight is None else labels._replace(weights=(*labels.weights, (how, weight)))
 
 
 def number_of(flow: Dataflow, x: Any) -> float | None:
@@ -68,11 +77,11 @@ def labels_of(flow: Dataflow, x: Any, shape: Sequence[int]) -> Labels | None:
     name, ins = eqn.primitive.name, eqn.invars
     if name == "select_n" and len(ins) == 3:
         off, on, hit = number_of(flow, ins[1]), number_of(flow, ins[2]), labels_of(flow, ins[0], shape)
-        if off is not None and on is not None and hit is not None and hit.rest == 0:
+        if off is not None and on is not None and hit is not None and hit.rest == 0 and not hit.weights:
             return times(hit, on - off)._replace(rest=off)
     elif name == "gt":
         hot, least = labels_of(flow, ins[0], shape), number_of(flow, ins[1])
-        is_hot = hot is not None and hot.rest == 0 and [factor for _, factor in hot.factors] == [1.0]
+        is_hot = hot is not None and not hot.rest and not hot.weights and [factor for _, factor in hot.factors] == [1.0]
         return hot if is_hot and least is not None and 0 <= least < 1 else None
     elif name == "eq":
         for i in (0, 1):
@@ -82,11 +91,15 @@ def labels_of(flow: Dataflow, x: Any, shape: Sequence[int]) -> Labels | None:
         return labels_of(flow, ins[0], shape)
     elif name in ("mul", "add", "div", "sub"):
         for i in (0, 1) if name in ("mul", "add") else (0,):
-            number = None if isinstance(ins[i], compat.Literal) else number_of(flow, ins[1 - i])
-            labels = labels_of(flow, ins[i], shape) if number is not None else None
-            if labels is not None and number is not None:
-                if name in ("mul", "div"):
-                    return times(labels, number if name == "mul" else 1 / number)
+            labels = None if isinstance(ins[i], compat.Literal) else labels_of(flow, ins[i], shape)
+            if labels is None:
+                continue
+            number = number_of(flow, ins[1 - i])
+            if name in ("mul", "div") and number is None:
+                return weighted(labels, name, row_of(flow, ins[1 - i], shape[:-1]))
+            if number is not None and name in ("mul", "div"):
+                return times(labels, number if name == "mul" else 1 / number)
+            if number is not None and not labels.weights:
                 return labels._replace(rest=labels.rest + (number if name == "add" else -number))
     return None
 
