@@ -555,3 +555,16 @@ def test_a_loss_with_a_derivative_rule_of_its_own_is_named():
     )
     (row,) = (row for row in mpjax.explain(fused, w).rows if row.list == "unfused")
     assert row.why.startswith("a function with a derivative rule of its own reads its logits (test_cross_entropy.py:")
+
+
+def test_a_rule_that_returns_the_vocabulary_is_named_if_it_normalises():
+    """optax's safe cross entropy stayed as it is without a word; so does an activation, which has no reason to."""
+
+    def of(loss):
+        fused = mpjax.autocast(loss, "mixed_bfloat16", rules=Rules(cross_entropy="fused"))
+        return [row.why for row in mpjax.explain(fused, w).rows if row.list == "unfused"]
+
+    (_, (w, _, _)), x, y = arguments()
+    (why,) = of(lambda w: optax.losses.safe_softmax_cross_entropy(x @ w, jax.nn.one_hot(y, V)).mean())
+    assert why.startswith("a function with a derivative rule of its own reads its logits (test_cross_entropy.py:")
+    assert not of(lambda w: jax.nn.relu(x @ w).mean())

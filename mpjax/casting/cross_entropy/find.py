@@ -28,12 +28,14 @@ from mpjax.casting.cross_entropy.labels import (
 from mpjax.casting.setting import tracked
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow
+from mpjax.program.graph import walk
 from mpjax.program.interpreter import is_half
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import source_line
 
 # By name: a loss is found by what is done to its logits.
 
+_NORMALISING = frozenset(("exp", "reduce_sum", "log"))
 _PADDING = -1e8  # float32 absorbs logits that are added to it
 
 
@@ -291,7 +293,8 @@ class _Search:
                 return self._note(eqn, lambda found, *rows: found[3].astype(dtype), ())
             case "gather", [Logits(shift), None] if (label := gathered(self.flow, eqn, self.shape)) is not None:
                 return self._note_gather(eqn, label, shift)
-        if primitive(name).rule and not any(self.size in v.aval.shape for v in eqn.outvars):
+        of_rows = not any(self.size in v.aval.shape for v in eqn.outvars)
+        if primitive(name).rule and (of_rows or _NORMALISING.issubset(site.name for site in walk(Dataflow([eqn])))):
             self.is_loss = True
             raise Refused(f"a function with a derivative rule of its own reads its logits ({source_line(eqn)})")
         scopes = "the program contains its gradient already" if "transpose(" in str(eqn.source_info.name_stack) else ""
