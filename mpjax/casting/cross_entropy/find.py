@@ -293,8 +293,8 @@ class _Search:
                 return self._note(eqn, lambda found, *rows: found[3].astype(dtype), ())
             case "gather", [Logits(shift), None] if (label := gathered(self.flow, eqn, self.shape)) is not None:
                 return self._note_gather(eqn, label, shift)
-        of_rows = not any(self.size in v.aval.shape for v in eqn.outvars)
-        if primitive(name).rule and (of_rows or _NORMALISING.issubset(site.name for site in walk(Dataflow([eqn])))):
+        small = not any(self.size in v.aval.shape for v in eqn.outvars)
+        if primitive(name).rule and (small or _NORMALISING.issubset(site.name for site in walk(Dataflow([eqn])))):
             self.is_loss = True
             raise Refused(f"a function with a derivative rule of its own reads its logits ({source_line(eqn)})")
         scopes = "the program contains its gradient already" if "transpose(" in str(eqn.source_info.name_stack) else ""
