@@ -224,6 +224,13 @@ def weighted_by_learned_weights(params, x, y):
     return -jnp.sum(picked * jax.nn.softplus(params[2][y])[..., None])
 
 
+def focal(params, x, y):
+    """The weights follow from the loss's own statistics."""
+    log_p = jax.nn.log_softmax(logits_of(params, x))
+    weights = (1 - jnp.exp(jnp.take_along_axis(log_p, y[..., None], -1))) ** 2
+    return -jnp.sum(jax.nn.one_hot(y, V) * log_p * weights)
+
+
 LOSSES = {
     f.__name__: f
     for f in (
@@ -232,7 +239,7 @@ LOSSES = {
         scanned, mapped, outside, of_each_row, rows_behind_and_swapped, on_and_off_values, smoothed_where,
         padded_vocabulary, padded_and_biased, labels_in_the_padding, padded_then_scaled_and_capped, summed_at_once,
         contracted, named_and_divided_by_a_root, at_a_learned_temperature, biased_scaled_and_capped,
-        weighted_in_the_labels, weighted_by_learned_weights,
+        weighted_in_the_labels, weighted_by_learned_weights, focal,
     )
 }  # fmt: skip
 
@@ -344,7 +351,14 @@ def cast_by_the_program(params, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), y).mean()
 
 
+def of_labels_as_integers(params, x, y):
+    """They are all 0."""
+    labels = (jax.nn.one_hot(y, V) * 0.5).astype(jnp.int32).astype(jnp.float32)
+    return -jnp.sum(labels * jax.nn.log_softmax(logits_of(params, x)))
+
+
 REFUSED = {
+    of_labels_as_integers: "read by mul (test_cross_entropy.py:",
     cast_by_the_program: "casts its operands to half itself",
     returned: "read by",
     squared: "read by",

@@ -250,7 +250,7 @@ class _Search:
                 return Exponential(logits)
             case "mul", [Logits() as logits, Labels() as labels] | [Labels() as labels, Logits() as logits]:
                 return Picked(labels, logits)
-            case "select_n", [Labels(((label, 1.0),), 0.0), None, Logits() as logits] if (
+            case "select_n", [Labels(((label, 1.0),), 0.0, ()), None, Logits() as logits] if (
                 number_of(self.flow, eqn.invars[1]) == 0
             ):
                 return Picked(Labels(((label, 1.0),)), logits)

@@ -28,6 +28,11 @@ class Labels(NamedTuple):
     rest: float = 0.0
     weights: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def is_hot(self) -> bool:
+        """Whether they are 1 at one label, and 0 elsewhere."""
+        return [factor for _, factor in self.factors] == [1.0] and not self.rest and not self.weights
+
 
 def times(labels: Labels, number: float) -> Labels:
     factors = tuple((y, f * number) for y, f in labels.factors)
@@ -81,14 +86,15 @@ def labels_of(flow: Dataflow, x: Any, shape: Sequence[int]) -> Labels | None:
             return times(hit, on - off)._replace(rest=off)
     elif name == "gt":
         hot, least = labels_of(flow, ins[0], shape), number_of(flow, ins[1])
-        is_hot = hot is not None and not hot.rest and not hot.weights and [factor for _, factor in hot.factors] == [1.0]
-        return hot if is_hot and least is not None and 0 <= least < 1 else None
+        return hot if hot is not None and hot.is_hot and least is not None and 0 <= least < 1 else None
     elif name == "eq":
         for i in (0, 1):
             if _counts(flow, ins[i], shape[-1]) and (label := row_of(flow, ins[1 - i], shape[:-1])) is not None:
                 return Labels(((label, 1.0),))
     elif name == "convert_element_type":
-        return labels_of(flow, ins[0], shape)
+        labels = labels_of(flow, ins[0], shape)
+        exact = compat.is_inexact(x.aval) or (labels is not None and labels.is_hot)
+        return labels if exact else None  # 0.5 is 0 as an integer, and true.
     elif name in ("mul", "add", "div", "sub"):
         for i in (0, 1) if name in ("mul", "add") else (0,):
             labels = None if isinstance(ins[i], compat.Literal) else labels_of(flow, ins[i], shape)
