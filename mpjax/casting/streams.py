@@ -212,7 +212,7 @@ def _added(flow: Dataflow, eqn: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _is_gate(flow: Dataflow, v: Any) -> bool:
-    """Whether a value is a sigmoid or tanh, or some elements of one, times or plus a number: `1 - sigmoid`."""
+    """Whether a value is bounded, as a sigmoid or tanh, or is some elements of one, times or plus a number."""
     v = v if isinstance(v, compat.Literal) else flow.source(v, _is_moved)
     eqn = None if isinstance(v, compat.Literal) else flow.maker(v)
     if eqn is None:
