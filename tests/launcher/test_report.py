@@ -11,6 +11,7 @@ import pytest
 from mpjax.launcher import cli, hooks
 from mpjax.launcher.report import Report, _is_half
 from mpjax.program.graph import walk
+from tests.launcher.programs import ATTENTION, LINEAR
 
 
 @pytest.mark.parametrize(
@@ -51,19 +52,6 @@ def test_the_summary_names_gradients_that_stay_in_float32(launched, capsys):
     assert "an update that can skip a step" in by_hand
 
 
-LINEAR = """
-import jax, jax.numpy as jnp, numpy as np, optax
-tx = optax.sgd(0.1)
-@jax.jit
-def step(w, s, x):
-    loss, g = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
-    u, s = tx.update(g, s)
-    return optax.apply_updates(w, u), s, loss
-w = jnp.eye(16); s = tx.init(w)
-step(w, s, np.ones((8, 16), np.float32))
-"""
-
-
 @pytest.fixture
 def report_of(capsys):
     """What `mpjax run` with these arguments prints about a script, which runs in this process."""
@@ -101,9 +89,8 @@ def test_rules_of_a_file_apply(script, report_of):
 
 
 def test_fused_attention_is_asked_for_by_a_flag(script, report_of, tmp_path):
-    attention = LINEAR.replace("(x @ w) ** 2", "(jax.nn.softmax((x @ w) @ (x @ w).T) @ x @ w) ** 2")
     plan = tmp_path / "plan.txt"
-    report_of("--policy", "mixed_bfloat16", "--attention", "xla", "--explain", plan, script(attention))
+    report_of("--policy", "mixed_bfloat16", "--attention", "xla", "--explain", plan, script(ATTENTION))
     assert "fused_attention" in plan.read_text()
 
 
