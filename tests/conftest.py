@@ -4,6 +4,7 @@ import collections
 import functools
 import gc
 import os
+import pathlib
 import re
 import tempfile
 import zlib
@@ -33,12 +34,23 @@ import jax
 import optax
 import pytest
 import threadpoolctl
+from jax._src.lru_cache import LRUCache
 from jax.experimental.compilation_cache import compilation_cache
 from xdist.scheduler import LoadScopeScheduling
 
 threadpoolctl.threadpool_limits(1, user_api="blas")
 jax.config.update("jax_compilation_cache_dir", os.environ["MPJAX_COMPILED"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def put_whole(cache: LRUCache, key: str, value: bytes):
+    """Writes a compiled program beside its place, then moves it: JAX writes in place, and others read half of it."""
+    with tempfile.NamedTemporaryFile(dir=cache.path, delete=False) as file:
+        file.write(value)
+    os.replace(file.name, pathlib.Path(cache.path, f"{key}-cache"))
+
+
+LRUCache.put = put_whole
 
 # Scripts that tests run, not modules with doctests.
 collect_ignore = ["user_script.py", "launcher/scripts"]

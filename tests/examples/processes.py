@@ -23,14 +23,14 @@ KILLS = int(os.environ.get("MPJAX_KILLS", "1"))  # of each script
 
 
 def start(program: str, *flags: str, devices: int = 1, **variables: str) -> subprocess.Popen[str]:
-    """Starts a Python program in a process with the compilation cache of this process."""
+    """Starts a Python program in a process with a cache for programs that tests kill, also while they write it."""
     environment = (
         os.environ
         | variables
         | {
             "XLA_FLAGS": f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}",
             "PYTHONPATH": str(REPOSITORY),
-            "JAX_COMPILATION_CACHE_DIR": str(jax.config.values["jax_compilation_cache_dir"]),
+            "JAX_COMPILATION_CACHE_DIR": str(Path(jax.config.values["jax_compilation_cache_dir"], "scripts")),
         }
     )
     command = [sys.executable, "-c", program, *flags]
