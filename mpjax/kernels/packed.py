@@ -191,12 +191,11 @@ restored = Primitive("restored")
 
 
 def _restored(x: Any, *kept: Any) -> Any:
-    return kept[0].astype(x.dtype) if len(kept) == 1 else unpack(Packed(*kept), x.dtype)
+    return unpack(Packed(*kept), x.dtype)
 
 
-# From an array in eight bits, or from a half copy. The first operand, the array itself, is for the derivative alone: a
-# packed array has none, and the derivative of a derivative needs one. The compiled program doesn't read it, so it
-# stores the packed form only.
+# The first operand, the array itself, is for the derivative alone: a packed array has none, and the derivative of a
+# derivative needs one. The compiled program doesn't read it, so it stores the packed form only.
 vars(restored)["in_float32"] = lambda x, *kept: x
 define(restored, _restored, lambda x, *kept: x, functools.partial(_batch, restored))
 set_derivative(
@@ -211,7 +210,9 @@ set_derivative(
 
 
 def remembering(fun: Callable[..., Any], tangent: Callable[..., Sequence[Any]]) -> Any:
-    """A function of a list of arrays and the packed forms of some, by index; its derivative reads the latter.
+    """A function of a list of arrays and of what is kept of some, by index; its derivative reads the latter.
+
+    It is a packed form, or of a float32 array a half copy.
 
     Args:
         fun: `fun(*arrays)` returns a list of results.
@@ -288,11 +289,6 @@ def _moved_product(which: int, primitive: Any, params: dict[str, Any], factor: A
     return weight_gradients.tangent.bind(*pair, *rest, matmul=primitive, **params)
 
 
-def unpacked(arrays: Sequence[Any], packs: Mapping[int, Packed]) -> list[Any]:
-    """The arrays as they are kept: some from their packed forms."""
-    return [restored.bind(x, *packs[i]) if i in packs else x for i, x in enumerate(arrays)]
-
-
 def tangent_of(fun: Callable[..., Any], checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     """The `tangent` of `remembering` for any function: its derivative at the unpacked operands, recomputed when read.
 
@@ -303,8 +299,8 @@ def tangent_of(fun: Callable[..., Any], checkpoint: Callable[..., Any]) -> Calla
 
     @functools.cache
     def at(indices: tuple[int, ...]) -> Callable[..., Any]:
-        def tangents(arrays: Sequence[Any], packs: Mapping[int, Packed], moves: Sequence[Any]) -> Any:
-            arrays = unpacked(arrays, packs)
+        def tangents(arrays: Sequence[Any], packs: Mapping[int, Any], moves: Sequence[Any]) -> Any:
+            arrays = [_restored_from(x, packs[i]) if i in packs else x for i, x in enumerate(arrays)]
             scopes = compat.in_scopes()  # without a mark of `jax.jvp`
 
             def moved(*moving: Any) -> Any:
@@ -317,8 +313,17 @@ def tangent_of(fun: Callable[..., Any], checkpoint: Callable[..., Any]) -> Calla
 
         return tangents
 
-    def tangent(arrays: Sequence[Any], packs: Mapping[int, Packed], moves: Mapping[int, Any]) -> Sequence[Any]:
-        outs: Sequence[Any] = checkpoint(at(tuple(moves)), arrays, packs, list(moves.values()))
+    def tangent(arrays: Sequence[Any], packs: Mapping[int, Any], moves: Mapping[int, Any]) -> Sequence[Any]:
+        # A half copy has a derivative of its own, so nothing else is kept of its array.
+        copies = {i: copy for i, (copy, *exponents) in packs.items() if not exponents}
+        kept = [copies.get(i, x) for i, x in enumerate(arrays)]
+        outs: Sequence[Any] = checkpoint(
+            at(tuple(moves)), kept, {i: () if i in copies else x for i, x in packs.items()}, list(moves.values())
+        )
         return outs
 
     return tangent
+
+
+def _restored_from(x: Any, packed: Any) -> Any:
+    return restored.bind(x, *packed) if packed else x.astype(np.float32)
