@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from mpjax.casting.setting import tracked
-from mpjax.casting.streams import adds_arrays
+from mpjax.casting.streams import added_to, adds_arrays
 from mpjax.program import compat, derivative_rules
 from mpjax.program.dataflow import Dataflow, live_equations, once_per_jaxpr, variables
 from mpjax.program.graph import sub_jaxprs
@@ -48,8 +50,25 @@ def _inside(eqn: Any) -> Any:
 
 def _outside(eqn: Any) -> list[Any]:
     """A checkpoint that returns what it adds, and the additions; any other equation alone."""
-    is_checkpoint = eqn.primitive.name in _CHECKPOINTS and not eqn.params["differentiated"]
-    return _split(eqn) if is_checkpoint else [eqn]
+    return _split(eqn) if _is_checkpoint(eqn) else [eqn]
+
+
+def _is_checkpoint(eqn: Any) -> bool:
+    return eqn.primitive.name in _CHECKPOINTS and not eqn.params["differentiated"]
+
+
+def stores_its_inputs(eqn: Any) -> bool:
+    """Whether an equation is a `jax.checkpoint` whose policy saves nothing inside."""
+    return _is_checkpoint(eqn) and eqn.params["policy"] in (None, jax.checkpoint_policies.nothing_saveable)
+
+
+def adds_to(eqn: Any, i: int) -> bool:
+    """Whether a residual stream inside of a checkpoint that stores its inputs adds to the i-th.
+
+    The stream is float32. What is stored is the half copy that the layers read.
+    """
+    (inner,) = sub_jaxprs(eqn)
+    return stores_its_inputs(eqn) and inner.opened.invars[i] in added_to(inner.jaxpr)
 
 
 def _split(eqn: Any) -> list[Any]:

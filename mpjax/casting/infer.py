@@ -23,6 +23,7 @@ from mpjax.casting.inference_rules import BY_LIST
 from mpjax.casting.lattice import (
     FULL,
     HALF,
+    NORMALIZED,
     PARAMETER,
     TRACED,
     Inferred,
@@ -41,6 +42,7 @@ from mpjax.casting.prepare import FORMS, prepared
 from mpjax.casting.remat import with_regions
 from mpjax.casting.scaled import Decision, decide
 from mpjax.casting.setting import IN_HALF, Setting, tracked
+from mpjax.casting.streams import normalized_sums
 from mpjax.casting.uses import RESULT, Use, is_needed, uses
 from mpjax.kernels.weight_gradients import is_pointwise
 from mpjax.program import compat
@@ -105,7 +107,9 @@ class Inference:
         self.values: dict[Any, Inferred] = {
             v: constant(self.known.get(v), setting.half) for v in jaxpr.constvars if tracked(v)
         }
-        self.values.update((v, x) for v, x in zip(jaxpr.invars, ins, strict=True) if x is not None)
+        for v, x in zip(jaxpr.invars, ins, strict=True):
+            if x is not None:
+                self.values[v] = NORMALIZED if x.copied and v in normalized_sums(jaxpr) else x
         self.reads: dict[Any, int] = {}
         self.log: list[tuple[Any, Storage]] = []
         self.unchanged = True

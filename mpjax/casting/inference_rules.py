@@ -13,6 +13,7 @@ from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
 from mpjax.casting.lattice import (
     FULL,
     HALF,
+    NORMALIZED,
     STREAM,
     TRACED,
     Inferred,
@@ -65,7 +66,7 @@ def _deny(inference: Inference, eqn: Any, listing: Listing) -> Step:
     step = inference.in_float32(eqn, listing, level, listing.why)
     if listing is STREAM_ADDITION and level == Level.FLOAT:
         normalized = eqn.outvars[0] in normalized_sums(inference.jaxpr)
-        step.outs = (Inferred(Level.HALF, FULL, gated=True) if normalized else STREAM,)
+        step.outs = (NORMALIZED if normalized else STREAM,)
     if listing is GATED and level == Level.FLOAT:
         step.outs = (Inferred(Level.FLOAT, FULL, gated=True),)
     if eqn.primitive is EXPONENTIALS:

@@ -80,6 +80,7 @@ class Inferred(NamedTuple):
 
 PARAMETER = Inferred(Level.INPUT, FULL)
 STREAM = Inferred(Level.HALF, FULL, copied=True)
+NORMALIZED = Inferred(Level.HALF, FULL, gated=True)
 
 
 def castable(value: Inferred) -> bool:

@@ -5,8 +5,8 @@ and calls of `jax.checkpoint` that store their inputs alone. An array that anyth
 half. So is one whose rounding a recomputed operation would amplify: the scores of a softmax, the argument of a
 logarithm, what a pooling takes the maximum of. The last region of a program keeps nothing for long.
 
-Of a state that a loop carries in float32 and multiplies in each step (the cell of an LSTM), a region keeps a half copy,
-under any rules.
+Of a state that a loop carries in float32 and multiplies in each step (the cell of an LSTM), and of a residual stream
+that each layer normalizes, a region or a checkpoint keeps a half copy, under any rules.
 """
 
 from __future__ import annotations
@@ -14,30 +14,53 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.cancellation import cancels
+from mpjax.casting.checkpointed import adds_to, stores_its_inputs
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
 from mpjax.casting.lattice import FULL, HALF, Inferred, Level
 from mpjax.casting.plan import Action, Step
-from mpjax.casting.remat import RematRegion, saved_by
-from mpjax.casting.setting import tracked
+from mpjax.casting.remat import Read, RematRegion, saved_by
+from mpjax.casting.setting import Setting, tracked
 from mpjax.kernels.packed import can_pack
 from mpjax.program import compat
 from mpjax.program.graph import sub_jaxprs
 from mpjax.program.primitives import MATMULS, Primitive, primitive
 
-# By name: of the calls, only a remat stores its inputs alone.
-
 
 def mark_gated(parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferred], jaxpr: Any) -> None:
-    """Sets `packs` of the regions of a plan that read a gated state: their derivatives read a half copy."""
+    """Sets `packs` of the regions and checkpoints of a plan that read a gated state: their derivatives read half."""
     for part in parts:
-        if isinstance(part, RematRegion):
-            gated = [i for i, (v, storage) in enumerate(part.ins) if storage == FULL and values[v].gated]
-            part.packs = tuple(i for i in gated if _may_pack(part, part.ins[i][0], jaxpr))
+        if isinstance(part, RematRegion) or _stores_its_inputs(part):
+            states = [(i, v) for i, (v, storage) in enumerate(_reads(part)) if storage == FULL and v in values]
+            part.packs = tuple(
+                i for i, v in states if _is_state(part, v, values[v]) and not _amplified_in(part, v, jaxpr)
+            )
+
+
+def _is_state(part: Step | RematRegion, v: Any, value: Inferred) -> bool:
+    if value.gated or isinstance(part, RematRegion):
+        return value.gated
+    return value.level in (Level.HALF, Level.FLOAT) and adds_to(part.eqn, list(part.eqn.invars).index(v))
+
+
+def _reads(part: Step | RematRegion) -> Sequence[Read]:
+    """What a part reads, as the indices in `packs` count it: of a checkpoint, the arrays that go in."""
+    if isinstance(part, RematRegion):
+        return part.ins
+    if part.action is Action.ENTER:
+        return [(part.invars[i], storage) for i, storage in part.inner.convention]
+    return [*zip(part.invars, part.reads, strict=False)]
+
+
+def formats_of_packs(part: Step | RematRegion, setting: Setting) -> dict[Any, str]:
+    """What the derivative of a part keeps in fewer bits, and in which format."""
+    if not part.packs:
+        return {}
+    reads = [_reads(part)[i] for i in part.packs]
+    return {v: setting.half.name if storage == FULL else setting.rules.residuals for v, storage in reads}
 
 
 def mark_packed(parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferred], jaxpr: Any) -> None:
@@ -71,9 +94,9 @@ def _places(part: Step | RematRegion, jaxpr: Any) -> Iterator[tuple[int, Any]]:
             if part.reads[i] == HALF and i not in part.parameters and not isinstance(v, compat.Literal):
                 yield i, v
     elif _stores_its_inputs(part):
-        for n, (i, storage) in enumerate(part.inner.convention):
-            if storage == HALF and not _amplifies([part.eqn], {part.invars[i]}, jaxpr):
-                yield n, part.invars[i]
+        yield from (
+            (i, v) for i, (v, storage) in enumerate(_reads(part)) if storage == HALF and _may_pack(part, v, jaxpr)
+        )
 
 
 def _kept_in_half(part: Step | RematRegion, jaxpr: Any) -> Iterator[Any]:
@@ -92,14 +115,17 @@ def _is_matmul(step: Step) -> bool:
 
 
 def _stores_its_inputs(step: Step) -> bool:
-    """Whether a step is a call of `jax.checkpoint` whose policy saves nothing inside."""
-    is_remat = step.action is Action.ENTER and step.eqn.primitive.name == "remat2"
-    nothing = (None, jax.checkpoint_policies.nothing_saveable)
-    return is_remat and step.eqn.params["policy"] in nothing and not step.eqn.params["differentiated"]
+    return step.action is Action.ENTER and stores_its_inputs(step.eqn)
 
 
-def _may_pack(region: RematRegion, v: Any, jaxpr: Any) -> bool:
-    return not region.is_last and not _amplifies((step.eqn for step in region.eqns), {v}, jaxpr)
+def _may_pack(part: Step | RematRegion, v: Any, jaxpr: Any) -> bool:
+    is_last = isinstance(part, RematRegion) and part.is_last
+    return not is_last and not _amplified_in(part, v, jaxpr)
+
+
+def _amplified_in(part: Step | RematRegion, v: Any, jaxpr: Any) -> bool:
+    steps = part.eqns if isinstance(part, RematRegion) else [part]
+    return _amplifies((step.eqn for step in steps), {v}, jaxpr)
 
 
 def _amplifies(eqns: Iterable[Any], rounded: set[Any], jaxpr: Any) -> bool:

@@ -54,7 +54,7 @@ class Step:
         inner: For a higher-order primitive, the data that its rule needs to issue it again; it has `plans`.
         all_reads: The values that it reads, each with its storage dtype.
         closures: The values of this program that its derivative rules close over; further operands.
-        packs: The indices of the operands (of the arrays that go into a call) that its derivative keeps in eight bits.
+        packs: The indices of the operands (of the arrays that go into a call) that its derivative keeps in fewer bits.
     """
 
     eqn: Any

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -184,7 +184,8 @@ def _run_region(region: RematRegion, operands: Sequence[Any], plan: Plan) -> Seq
     barriers = _barriers(region, plan)
     with compat.in_scopes(region.scopes):
         if region.packs and not compat.under_jet():
-            outs = _remembering(model, plan, barriers)(arrays, _kept(region, operands, plan))
+            packs = kept(region.packs, operands, [storage for _, storage in region.ins], plan)
+            outs = _remembering(model, plan, barriers)(arrays, packs)
         else:
             outs = compat.checkpoint(model.body, arrays, barriers, _large_reductions)
     values: dict[Any, Any] = {}
@@ -210,16 +211,14 @@ def _body(region: RematRegion, plan: Plan) -> Callable[..., tuple[Any, ...]]:
     return body
 
 
-def _kept(region: RematRegion, operands: Sequence[MixedValue], plan: Plan) -> dict[int, Sequence[Any]]:
-    """What a region keeps in fewer bits."""
-    gated = {i for i in region.packs if region.ins[i][1] == FULL}
-    copies = {i: (operands[i][HALF],) for i in gated}
-    return {**copies, **packed({i: operands[i] for i in region.packs if i not in gated}, plan)}
-
-
-def packed(values: Mapping[int, MixedValue], plan: Plan) -> dict[int, Packed]:
-    """The half arrays of values in the packing of the rules."""
-    return {i: value.packed(PACKINGS[plan.setting.rules.residuals]) for i, value in values.items()}
+def kept(
+    packs: Iterable[int], operands: Sequence[MixedValue], storages: Sequence[Storage], plan: Plan
+) -> dict[int, Any]:
+    """What is kept of some operands, by index: half copies of float32 ones, the rules' packing of half ones."""
+    return {
+        i: (operands[i][HALF],) if storages[i] == FULL else operands[i].packed(PACKINGS[plan.setting.rules.residuals])
+        for i in packs
+    }
 
 
 def _remembering(model: RematRegion, plan: Plan, barriers: bool | tuple[bool, ...]) -> Callable[..., Any]:
@@ -326,11 +325,11 @@ def _bind(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
         in_loop = [operands[i].in_loop if i in step.parameters else False for i in range(2)]
         how = eqn.primitive, params, args, full, step.wide_gradients, avals, in_loop
         if step.packs and not compat.under_jet():
-            outs = remembered_matmul(*how, packed({i: operands[i] for i in step.packs}, plan), not plan.setting.looped)
+            outs = remembered_matmul(*how, kept(step.packs, operands, step.reads, plan), not plan.setting.looped)
         else:
             outs = weight_gradients.matmul(*how)
     elif step.packs and not compat.under_jet():
-        packs = packed({i: operands[i] for i in step.packs}, plan)
+        packs = kept(step.packs, operands, step.reads, plan)
         outs = remembered_matmul(
             eqn.primitive, params, args, args, False, avals, (False, False), packs, not plan.setting.looped
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpjax.casting.lattice import FULL, HALF, Storage, storage_of
+from mpjax.casting.packing import formats_of_packs
 from mpjax.casting.plan import Action, Plan, Step, is_left_alone
 from mpjax.casting.remat import RematRegion
 from mpjax.casting.setting import tracked
@@ -59,7 +60,7 @@ class Row:
 class _Planned:
     """An equation of a plan: its site and step, whether it is recomputed, and the pass of its derivative rule.
 
-    `packed` is the format in which its derivative keeps an operand in eight bits.
+    `packed` is the format in which its derivative keeps an operand in fewer bits.
     """
 
     site: Site
@@ -79,10 +80,10 @@ def _planned(plan: Plan, around: Site | None = None, recomputed: bool = False, r
     """Each equation of a plan, including those of sub-jaxprs and derivative rules."""
     for part in plan.eqns:
         is_recomputed = recomputed or isinstance(part, RematRegion)
-        packed = {part.invars[i] for i in part.packs} if part.packs else ()
+        packed = formats_of_packs(part, plan.setting)
         for step in part.eqns if isinstance(part, RematRegion) else (part,):
             site = site_of(step.eqn, around, plan.setting.owners)
-            format = plan.setting.rules.residuals if any(v in packed for v, _ in step.all_reads) else ""
+            format = next((packed[v] for v, _ in step.all_reads if v in packed), "")
             yield _Planned(site, step, plan.setting.half.name, is_recomputed, rule, format)
             if is_left_alone(step):
                 yield from _left_alone(site, step, plan.setting.half.name, is_recomputed, rule)

@@ -64,6 +64,19 @@ def normalized_sums(jaxpr: Any) -> frozenset[Any]:
     return frozenset(_state(flow, v) for v in goes_on if flow.source(v, is_moved_whole) is not _state(flow, v))
 
 
+@once_per_jaxpr
+def added_to(jaxpr: Any) -> frozenset[Any]:
+    """The values that a residual stream of a jaxpr, or of a call in it, adds to, which it may normalize before."""
+    flow, additions = dataflow(jaxpr), residual_additions(jaxpr)
+    found = {_state(flow, v) for each in additions if (eqn := flow.maker(each)) for v in variables(eqn.invars)}
+    for eqn in flow.eqns:
+        for sub in sub_jaxprs(eqn) if primitive(eqn.primitive.name).call else ():
+            inside = added_to(sub.jaxpr)
+            operands = zip(sub.opened.invars, eqn.invars, strict=True)
+            found.update(v for w, v in operands if w in inside and not isinstance(v, compat.Literal))
+    return frozenset(found)
+
+
 def is_deep(jaxpr: Any) -> bool:
     """Whether a residual stream has so many additions that its roundings would add up."""
     return additions_in_a_row(jaxpr) >= DEEP
@@ -153,6 +166,8 @@ def carried_by(flow: Dataflow, eqn: Any) -> Any:
         return None
     shape = eqn.outvars[0].aval.shape
     wide = [v for v in variables(eqn.invars) if v.aval.shape == shape and not _is_repeated(flow, v, _NORM)]
+    if len(wide) > 1 and row.scales:
+        wide = [v for v in wide if not _is_gate(flow, v)]
     divided = row.linear != "first" or wide == eqn.invars[:1]
     return wide[0] if len(wide) == 1 and len(shape) > 1 and divided else None
 

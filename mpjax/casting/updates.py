@@ -10,6 +10,7 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mpjax.casting.checkpointed import stores_its_inputs
 from mpjax.casting.streams import carried_by, is_moved_whole, residual_additions
 from mpjax.program import compat
 from mpjax.program.dataflow import dataflow, once_per_jaxpr, variables
@@ -168,13 +169,20 @@ def added_to(body: SubJaxpr, i: int) -> Added:
 def is_gated(body: SubJaxpr, i: int) -> bool:
     """Whether the body of a loop multiplies the `i`-th value of its carry, or its difference from another, by an array.
 
-    Only its own equations count.
+    Its own equations count, and those of checkpoints.
     """
-    flow = dataflow(body.opened)
-    readers = list(flow.readers.get(body.opened.invars[body.consts + i], ()))
+    return _is_multiplied(body.opened, body.opened.invars[body.consts + i])
+
+
+def _is_multiplied(jaxpr: Any, v: Any) -> bool:
+    flow = dataflow(jaxpr)
+    readers = list(flow.readers.get(v, ()))
     differences = [eqn.outvars[0] for eqn in readers if primitive(eqn.primitive.name).adds]
-    readers += [eqn for v in differences for eqn in flow.readers.get(v, ())]
-    return any(primitive(eqn.primitive.name).scales and len(variables(eqn.invars)) > 1 for eqn in readers)
+    readers += [eqn for w in differences for eqn in flow.readers.get(w, ())]
+    inside = [(eqn, sub) for eqn in readers if stores_its_inputs(eqn) and v in eqn.invars for sub in sub_jaxprs(eqn)]
+    return any(primitive(eqn.primitive.name).scales and len(variables(eqn.invars)) > 1 for eqn in readers) or any(
+        _is_multiplied(sub.opened, sub.opened.invars[list(eqn.invars).index(v)]) for eqn, sub in inside
+    )
 
 
 def is_one_map(body: SubJaxpr, i: int) -> bool:

@@ -248,31 +248,53 @@ STATES = {
     "sum scaled": lambda h, w: (h + branch(h, w)) * 0.7071,
     "normalised": lambda h, w: normalised(h + branch(h, w)),
     "DeepNorm": lambda h, w: normalised(2.0 * h + branch(h, w)),
+    "added to its norm": lambda h, w: normalised(h) + branch(h, w),
+    "multiplied by a gate": lambda h, w: h * (1 + 0.1 * jnp.tanh(h @ w)) + 0.2 * branch(h, w),
 }
+
+
+@functools.cache
+def measures_of_states(name):
+    """Neither loops nor calls change a number of the float32 program, or of casts by hand."""
+    return measured(network_of(STATES[name]), [drawn(48, seed) for seed in range(4)], jnp.dtype("bfloat16"))
 
 
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("each", STATES.values(), ids=STATES)
-def test_a_stream_may_be_scaled_and_normalised(each, scan):
+@pytest.mark.parametrize("name", STATES)
+def test_a_stream_may_be_scaled_and_normalised(name, scan):
     """Post-norm transformers. They were not recognised: 3 to 4 times by hand after 48 layers."""
-    network = network_of(each, scan)
-    error, in_half = errors_of(network, 48, in_bfloat16, functools.partial(in_bfloat16, rules=HALF))
+    network, in_half = network_of(STATES[name], scan), functools.partial(in_bfloat16, rules=HALF)
+    error, error_in_half = errors_of(network, 48, in_bfloat16, in_half, measures=measures_of_states(name))
     assert error <= 1.2
-    assert error < in_half
-    kept, kept_in_half = (measures.residual_bytes(in_bfloat16(network, rules=r), *drawn(48, 0)) for r in (None, HALF))
-    assert kept == kept_in_half
+    assert error < error_in_half
+    kept, kept_in_half = (measures.residual_bytes(fun(network), *drawn(48, 0)) for fun in (in_bfloat16, in_half))
+    assert kept <= kept_in_half
+
+
+CALLS = {"jit": jax.jit, "checkpoint": jax.checkpoint, "both": lambda layer: jax.checkpoint(jax.jit(layer))}
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("name", ["scaled", "sum scaled"])
-@pytest.mark.parametrize("wrap", [jax.checkpoint, lambda layer: jax.checkpoint(jax.jit(layer))], ids=["", "jit"])
-def test_a_stream_that_a_checkpoint_scales_is_outside_of_it(name, wrap):
-    """Up to 3.8 times by hand after 48 layers, whose sums a checkpoint rounded."""
-    network = network_of(wrap(STATES[name]))
-    assert errors_of(network, 48, in_bfloat16)[0] <= 1.2
+@pytest.mark.parametrize(("call", "scan"), [("jit", False), ("checkpoint", False), ("both", False), ("both", True)])
+@pytest.mark.parametrize("name", STATES)
+def test_a_stream_that_a_layer_changes_goes_into_calls_in_float32(name, call, scan):
+    """Up to 5 times by hand after 48 layers: a checkpoint rounded their sums, or norms and gates read the half copies.
+
+    A DeepNorm doubles the half copy from which a checkpoint recomputes.
+    """
+    network = network_of(CALLS[call](STATES[name]), scan)
+    assert errors_of(network, 48, in_bfloat16, measures=measures_of_states(name))[0] <= (
+        1.5 if name == "DeepNorm" else 1.2
+    )
     kept, kept_in_half = (measures.residual_bytes(in_bfloat16(network, rules=r), *drawn(48, 0)) for r in (None, HALF))
-    assert kept == kept_in_half
+    assert kept <= kept_in_half
+
+
+def test_explain_says_in_which_format_a_half_copy_is_kept():
+    rows = mpjax.explain(in_bfloat16(network_of(STATES["added to its norm"])), *drawn(48, 0)).rows
+    kept = [row.why.partition("; ")[2] for row in rows if "backward pass" in row.why]
+    assert set(kept) == {"bfloat16 for the backward pass"}
 
 
 @pytest.mark.standard_promotion

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from mpjax.casting.checkpointed import adds_to
 from mpjax.casting.classify import Listing
 from mpjax.casting.higher_order.sub_jaxpr import (
     Copies,
@@ -33,7 +34,7 @@ from mpjax.casting.infer import Inference, plan_function
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, storage_of
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.remat import is_cheap
-from mpjax.casting.rewrite import arrays_of, packed, run_closed, values_of
+from mpjax.casting.rewrite import arrays_of, kept, run_closed, values_of
 from mpjax.casting.setting import Setting
 from mpjax.casting.uses import Use, follows_one_value, uses
 from mpjax.kernels.packed import remembering, tangent_of
@@ -161,8 +162,10 @@ def _scaled_parameters(plan: Plan) -> Copies:
 
 def _storages_of_remat(eqn: Any, i: int, value: Inferred | None, mask: int) -> Sequence[Storage]:
     # Inputs are stored until the backward pass. A parameter is stored anyway, so its cast stays inside. An activation
-    # that is only read in half is cast before, so that half is stored.
+    # that is only read in half is cast before, so that half is stored. What a stream inside adds to is read in float32,
+    # and its half copy is stored: see `packing`.
     only_half = value is not None and value.storage == FULL and (mask == HALF.bit or value.copied)
+    only_half = only_half and not (mask & FULL.bit and adds_to(eqn, i))
     activation = value is not None and value.level not in (Level.INPUT, Level.PINNED)
     return [HALF if only_half and activation else storage_of(value)]
 
@@ -186,7 +189,7 @@ def _issue_remat(eqn: Any, call: Inner, body: Any, arrays: Sequence[Any]) -> Any
 def _issue_remembering(
     step: Step, operands: Sequence[Any], body: Callable[..., Any], arrays: Sequence[Any], plan: Plan
 ) -> Any:
-    """Issues a remat that keeps some of its inputs in eight bits."""
+    """Issues a remat that keeps some of its inputs in fewer bits."""
     prevent_cse = any(compat.barriers(step.eqn.params, len(step.eqn.invars)))
     key = ("remembering", step.inner.convention, prevent_cse)
 
@@ -197,7 +200,8 @@ def _issue_remembering(
         return remembering(body, tangent_of(body, checkpoint))
 
     convention = step.inner.convention
-    packs = packed({n: operands[convention[n][0]] for n in step.packs}, plan)
+    passed, storages = zip(*((operands[i], storage) for i, storage in convention), strict=True)
+    packs = kept(step.packs, passed, storages, plan)
     return cached_function(step.inner.plans[0], key, make)(arrays, packs)
 
 
