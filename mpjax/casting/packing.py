@@ -161,8 +161,8 @@ def _chooses(eqn: Any, row: Primitive) -> bool:
     """Whether it compares elements with others, or with another number than 0: a maximum, a pooling, a threshold."""
     if row.chooses or (row.kernel and row.elements):
         return True
-    compares = row.compares or (row.pointwise and row.elements)
-    return bool(compares) and sum(not _is_zero(v) for v in eqn.invars) > 1
+    compares = row.compares or (row.pointwise and row.elements == "all")  # A select's choice is made before it.
+    return compares and sum(not _is_zero(v) for v in eqn.invars) > 1
 
 
 def _is_zero(v: Any) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import collections
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,14 +32,14 @@ def residual_additions(jaxpr: Any) -> dict[Any, int]:
 
     An addition to a sum that nothing else reads, as in `h + f(h) + g(h)`, counts as 0: they are rounded together.
     """
-    flow = dataflow(jaxpr)
+    flow, states = dataflow(jaxpr), carried(jaxpr)
     readers: collections.Counter[Any] = collections.Counter()
-    continued = {_state(flow, v) for v in flow.returned}
+    continued = {states.get(v, v) for v in flow.returned}
     additions = []
     for eqn in flow.eqns:
-        if not eqn.outvars or carried_by(flow, eqn) is not None:
+        if not eqn.outvars or eqn.outvars[0] in states:
             continue
-        read = {_state(flow, v) for v in variables(eqn.invars)}
+        read = {states.get(v, v) for v in variables(eqn.invars)}
         readers.update(read)
         if adds_arrays(eqn):
             additions.append((eqn, read))
@@ -50,25 +49,25 @@ def residual_additions(jaxpr: Any) -> dict[Any, int]:
         branched, (out,) = any(readers[v] > 1 for v in read), eqn.outvars
         goes_on = not stream.keys().isdisjoint(read)
         if goes_on or (branched and out in continued):
-            little = any(_is_little(flow, eqn, v) for v in variables(eqn.invars))
+            little = any(_is_little(jaxpr, eqn, v) for v in variables(eqn.invars))
             stream[out] = (2 if little else 1) if branched else 0
     return stream
 
 
 @once_per_jaxpr
 def normalized_sums(jaxpr: Any) -> frozenset[Any]:
-    """The sums of a residual stream that are normalized or scaled before the next addition, as in post-norm layers."""
-    flow, additions = dataflow(jaxpr), residual_additions(jaxpr)
+    """The sums of a residual stream that a layer normalizes, or changes as in `carried`, before the next addition."""
+    flow, additions, states = dataflow(jaxpr), residual_additions(jaxpr), carried(jaxpr)
     read = [v for eqn in flow.eqns if eqn.outvars and eqn.outvars[0] in additions for v in variables(eqn.invars)]
     goes_on = [*read, *flow.returned]
-    return frozenset(_state(flow, v) for v in goes_on if flow.source(v, is_moved_whole) is not _state(flow, v))
+    return frozenset(states[v] for v in goes_on if v in states and flow.source(v, is_moved_whole) is not states[v])
 
 
 @once_per_jaxpr
 def added_to(jaxpr: Any) -> frozenset[Any]:
     """The values that a residual stream of a jaxpr, or of a call in it, adds to, which it may normalize before."""
-    flow, additions = dataflow(jaxpr), residual_additions(jaxpr)
-    found = {_state(flow, v) for each in additions if (eqn := flow.maker(each)) for v in variables(eqn.invars)}
+    flow, additions, states = dataflow(jaxpr), residual_additions(jaxpr), carried(jaxpr)
+    found = {states.get(v, v) for each in additions for v in variables(flow.maker(each).invars)}
     for eqn in flow.eqns:
         for sub in sub_jaxprs(eqn) if primitive(eqn.primitive.name).call else ():
             inside = added_to(sub.jaxpr)
@@ -85,7 +84,7 @@ def is_deep(jaxpr: Any) -> bool:
 @once_per_jaxpr
 def additions_in_a_row(jaxpr: Any) -> int:
     """The most additions of one residual stream, in all iterations of a `scan`."""
-    additions, flow = residual_additions(jaxpr), dataflow(jaxpr)
+    additions, states = residual_additions(jaxpr), carried(jaxpr)
     counts: dict[Any, int] = {}
     for eqn in jaxpr.eqns:
         before = max((counts.get(v, 0) for v in variables(eqn.invars)), default=0)
@@ -96,7 +95,7 @@ def additions_in_a_row(jaxpr: Any) -> int:
             inside = [sub.jaxpr for sub in sub_jaxprs(eqn) if not row.loop or has_matmuls(sub.jaxpr)]
             times = eqn.params.get("length", 1) if row.loop else 1
             added = times * max(map(additions_in_a_row, inside), default=0) or None
-        if added is not None or carried_by(flow, eqn) is not None:
+        if added is not None or (eqn.outvars and eqn.outvars[0] in states):
             counts.update((v, before + (added or 0)) for v in eqn.outvars)
     return max(counts.values(), default=0)
 
@@ -104,11 +103,12 @@ def additions_in_a_row(jaxpr: Any) -> int:
 _LITTLE = 0.5  # Factors that are at most this, gates, and learned ones, which begin so.
 
 
-def _is_little(flow: Dataflow, addition: Any, v: Any) -> bool:
+def _is_little(jaxpr: Any, addition: Any, v: Any) -> bool:
     """Whether a term of an addition is multiplied by a small number, learned scales, or a gate.
 
     The other term is little where this one, the state that it is added to, is multiplied by a large number (DeepNorm).
     """
+    flow, states = dataflow(jaxpr), carried(jaxpr)
     product = flow.maker(flow.source(v, is_moved_whole))
     if product is None or not primitive(product.primitive.name).scales or len(product.invars) != 2:
         return False
@@ -120,11 +120,10 @@ def _is_little(flow: Dataflow, addition: Any, v: Any) -> bool:
             if size <= _LITTLE:
                 return True
             others = [w for w in variables(addition.invars) if w is not v]
-            if size >= 1 / _LITTLE and flow.depends(others, _state(flow, result)):
+            if size >= 1 / _LITTLE and flow.depends(others, states.get(result, result)):
                 return True
         elif result.aval.shape == out.shape and not divides:
-            before = flow.maker(result)  # A norm has scales too.
-            of_layer = before is None or carried_by(flow, before) is None
+            of_layer = result not in states  # A norm has scales too.
             if _is_gate(flow, factor) or (of_layer and _is_given(flow, factor, compat.numel(out))):
                 return True
     return False
@@ -150,26 +149,53 @@ def has_matmuls(jaxpr: Any) -> bool:
     )
 
 
-def _state(flow: Dataflow, v: Any) -> Any:
-    """The value that a value is after norms, scales, shifts and moves."""
-    while (eqn := flow.maker(v)) is not None and (before := carried_by(flow, eqn)) is not None:
-        v = before
-    return v
+@once_per_jaxpr
+def carried(jaxpr: Any) -> dict[Any, Any]:
+    """The values that are another value changed, each with that one, which is changed no further back.
+
+    Changed is what is moved whole, scaled or shifted as by a norm, multiplied by a gate, or mapped element by element.
+    """
+    flow = dataflow(jaxpr)
+    states: dict[Any, Any] = {}
+    for eqn in flow.eqns:
+        for out in eqn.outvars:
+            before = _before(flow, eqn, out, states)
+            if before is not None:
+                states[out] = states.get(before, before)
+    return states
 
 
-def carried_by(flow: Dataflow, eqn: Any) -> Any:
-    """The operand that an equation passes on, moved whole, or scaled or shifted as by a norm; None if there is none."""
+def _before(flow: Dataflow, eqn: Any, out: Any, states: Mapping[Any, Any]) -> Any:
+    """The operand that an equation changes to a result; None if there is none, or if there are several."""
     if is_moved_whole(eqn):
         return eqn.invars[0]
     row = primitive(eqn.primitive.name)
-    if not (row.scales or row.adds) or not tracked(eqn.outvars[0]):
+    arrays = [v for v in variables(eqn.invars) if v.aval.shape == out.aval.shape]
+    if len(out.aval.shape) < 2 or not arrays:
         return None
-    shape = eqn.outvars[0].aval.shape
-    wide = [v for v in variables(eqn.invars) if v.aval.shape == shape and not _is_repeated(flow, v, _NORM)]
-    if len(wide) > 1 and row.scales:
+    wide = [v for v in arrays if tracked(v) and not _is_repeated(flow, v, _NORM)] or arrays
+    if row.call and not _is_elementwise(sub_jaxprs(eqn)[0].jaxpr):
+        (inner,) = sub_jaxprs(eqn)
+        root = carried(inner.jaxpr).get(inner.opened.outvars[eqn.outvars.index(out)])
+        return next((v for v, w in zip(eqn.invars, inner.opened.invars, strict=True) if w is root), None)
+    if not (row.pointwise or row.call):
+        return None
+    if row.scales and len({states.get(v, v) for v in wide}) > 1:
         wide = [v for v in wide if not _is_gate(flow, v)]
-    divided = row.linear != "first" or wide == eqn.invars[:1]
-    return wide[0] if len(wide) == 1 and len(shape) > 1 and divided else None
+    divided = row.linear != "first" or wide[:1] == eqn.invars[:1]
+    return wide[0] if len({states.get(v, v) for v in wide}) == 1 and divided else None
+
+
+@once_per_jaxpr
+def _is_elementwise(jaxpr: Any) -> bool:
+    """Whether each element of its results follows from the same element of its inputs, or from a number."""
+    rows = [(eqn, primitive(eqn.primitive.name)) for eqn in jaxpr.eqns]
+    return all(
+        row.pointwise
+        or (row.whole and not getattr(eqn.invars[0].aval, "shape", ()))
+        or (row.call and all(_is_elementwise(sub.jaxpr) for sub in sub_jaxprs(eqn)))
+        for eqn, row in rows
+    )
 
 
 _NORM = 4  # Operations between a norm's statistics and what it multiplies by.
@@ -195,7 +221,7 @@ def gated_additions(jaxpr: Any) -> frozenset[Any]:
 
     They are added to in turn, directly or times a gate, and gates multiply the state several times.
     """
-    flow = dataflow(jaxpr)
+    flow, states = dataflow(jaxpr), carried(jaxpr)
     gates: dict[Any, int] = {}  # that multiplied a sum so far
     chain: dict[Any, tuple[Any, ...]] = {}  # the sums before it
     found: set[Any] = set()
@@ -203,7 +229,7 @@ def gated_additions(jaxpr: Any) -> frozenset[Any]:
         if not adds_arrays(eqn, ("add", "add_any", "sub")):
             continue
         count, before = max(
-            ((gates.get(v, 0) + gated, v) for v, gated in _added(flow, eqn)),
+            ((gates.get(v, 0) + gated, v) for v, gated in _added(flow, eqn, states)),
             key=lambda found: found[0],
             default=(0, None),
         )
@@ -215,15 +241,15 @@ def gated_additions(jaxpr: Any) -> frozenset[Any]:
     return frozenset(found)
 
 
-def _added(flow: Dataflow, eqn: Any) -> Iterator[tuple[Any, int]]:
+def _added(flow: Dataflow, eqn: Any, states: Mapping[Any, Any]) -> Iterator[tuple[Any, int]]:
     """What an addition adds, and by how many gates each is multiplied."""
-    for v in map(functools.partial(_state, flow), variables(eqn.invars)):
-        yield v, 0
-        product = flow.maker(v)
+    for v in variables(eqn.invars):
+        yield states.get(v, v), 0
+        product = flow.maker(flow.source(v, is_moved_whole))
         if product is not None and primitive(product.primitive.name).multiplies:
             for state, gate in (product.invars, product.invars[::-1]):
                 if _is_gate(flow, gate) and not isinstance(state, compat.Literal):
-                    yield _state(flow, state), 1
+                    yield states.get(state, state), 1
 
 
 def _is_gate(flow: Dataflow, v: Any) -> bool:

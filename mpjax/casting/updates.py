@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpjax.casting.checkpointed import stores_its_inputs
-from mpjax.casting.streams import carried_by, is_moved_whole, residual_additions
+from mpjax.casting.streams import carried, is_moved_whole, residual_additions
 from mpjax.program import compat
 from mpjax.program.dataflow import dataflow, once_per_jaxpr, variables
 from mpjax.program.evaluator import evaluate
@@ -210,7 +210,7 @@ def repeated_updates(jaxpr: Any) -> frozenset[Any]:
     Between two such additions, matmuls multiply by no input that they did not multiply by in earlier steps. Each layer
     of a network has parameters of its own.
     """
-    additions, flow = residual_additions(jaxpr), dataflow(jaxpr)
+    additions, states = residual_additions(jaxpr), carried(jaxpr)
     if len(additions) < 2:
         return frozenset()
     factors: dict[Any, frozenset[Any]] = {}  # the inputs that matmuls multiplied by, since the last addition
@@ -223,7 +223,7 @@ def repeated_updates(jaxpr: Any) -> frozenset[Any]:
         read = variables(eqn.invars)
         if is_moved_whole(eqn) and read[0] in origin:
             origin[eqn.outvars[0]] = origin[read[0]]
-        if (state := carried_by(flow, eqn)) is not None:
+        if eqn.outvars and (state := states.get(eqn.outvars[0])) is not None:
             known: dict[Any, Any]
             for known in (seen, repeats, chain):
                 known.update({eqn.outvars[0]: known[state]} if state in known else {})

@@ -332,6 +332,7 @@ LAYERS = {
     "difference from a half number": lambda h, w, v: jax.nn.softplus(1.2 * (h @ w)) - 0.75,
     "gates that are not sigmoids": lambda h, w, v: h * (1 + 0.1 * jnp.tanh(h @ w)) + 0.1 * (h @ v),
     "gates before a norm": lambda h, w, v: normalised(h * (1 + 0.1 * jnp.tanh(h @ w)) + 0.3 * jnp.tanh(h @ v)),
+    "activation of a sum": lambda h, w, v: jax.nn.leaky_relu(h + 0.5 * (jnp.tanh(h @ w) @ v)),
     "scaled state": lambda h, w, v: 0.9 * h + 0.1 * jnp.tanh(h @ w),
     "gated layer": lambda h, w, v: h + 0.3 * (h @ w) * jax.nn.sigmoid(h @ v),
     "two layers side by side": lambda h, w, v: h + 0.3 * jnp.tanh(h @ w) + 0.3 * jax.nn.gelu(h @ v),
