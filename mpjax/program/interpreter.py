@@ -146,7 +146,7 @@ class Instrumented:
             outs = self._bound(place, ins)
             if self.replace is not None:
                 outs = list(self.replace(place, iteration, ins, outs))
-            return outs, self.probe.equation(place, iteration, ins, outs, functools.partial(bind_wide, eqn))
+            return outs, self.probe.equation(place, iteration, ins, outs, functools.partial(bound, eqn, wide=True))
         notes = self.probe.entering(place, ins)
         special = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
         if place.name in special:

@@ -241,7 +241,9 @@ def _examined(
         position = _first_that_reaches(program, fault, first, size * math.prod(axes.values()))
         if position != first:
             _, here = program.point(fault, tuple(map(np.int32, (0, position % size, position // size))))
-    reached, there = program.point(fault, tuple(here["index"]), wide=True)
+    half = _half_name(block, eqn)
+    # Without half, the float32 run is the same program.
+    reached, there = program.point(fault, tuple(here["index"]), wide=True) if half else (True, here)
     which, index, device = map(int, here["index"])
     out = [v.aval for v in eqn.outvars if is_inexact(v)][which]
     node = next(node for node in flow.eqns if node.site.eqn is eqn and node.site.phase == place.phase)
@@ -256,7 +258,7 @@ def _examined(
     evidence = Symptoms(
         primitive=place.name,
         kind=kind,
-        half=_half_name(block, eqn),
+        half=half,
         half_here=is_half(eqn.outvars[0]) or any(map(is_half, eqn.invars)),
         operands=tuple(map(float, here["operands"])),
         operands32=tuple(map(float, there["operands"])) if reached else (),
@@ -396,9 +398,8 @@ def _is_where_gradient(program: _Examined, fault: Provenance, outs: Sequence[int
 def _half_name(block: Block, eqn: Any) -> str | None:
     """The half dtype of an equation, or else of the program."""
     near = [v.aval.dtype.name for v in (*eqn.outvars, *eqn.invars) if is_half(v)]
-    far = (v.aval.dtype.name for p in block.places() for v in p.eqn.outvars if is_half(v))
-    given = (v.aval.dtype.name for v in block.jaxpr.invars if is_half(v))
-    return near[0] if near else next(far, None) or next(given, None)
+    far = (v.aval.dtype.name for p in block.places() for v in (*p.eqn.outvars, *p.eqn.invars) if is_half(v))
+    return near[0] if near else next(far, None)
 
 
 @jax.jit

@@ -52,32 +52,15 @@ class PointProbe(Probe):
     def equation(self, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays, rerun: Callable[..., Any]) -> Notes:
         if place.number != self.target.number:
             return {}
-        measured = jax.jit(functools.partial(self._note, rerun=rerun))(list(ins), list(outs))
-        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(measured)):
-            raise Reached((True, measured))
-        return {("point",): (at_iteration(iteration, self.iteration), measured)}
-
-    def _note(self, ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]) -> Any:
-        ins, outs = (list(map(compat.replicated, arrays)) for arrays in (ins, outs))
-        floats = [out for out in outs if is_inexact(out)]
-        counts = jnp.stack([jnp.sum(~jnp.isfinite(out), dtype=jnp.int32) for out in floats])
-        firsts = jnp.stack([jnp.argmax(~jnp.isfinite(out).ravel()).astype(jnp.int32) for out in floats])
-        which = jnp.argmax(counts > 0).astype(jnp.int32)
-        index, device = firsts[which], jnp.asarray(self.device(), jnp.int32)
-        chosen = counts[which] > 0
-        if self.arrays is not None:
-            which, index, where = self.arrays
-            chosen = device == where
-        wide = floats if self.wide else [x for x in rerun([widened(x) for x in ins]) if is_inexact(x)]
-        return {
-            "chosen": chosen,
-            "index": jnp.stack([which, index, device]),
-            "count": counts[which],
-            "value": _at(floats, which, index),
-            "float32": _at(wide, which, index),
-            "operands": jnp.stack([_operand_at(x, floats[0].shape, index) for x in ins]),
-            "ranges": [_range(x) for x in ins if is_number(x)],
-        }
+        wide = outs if self.wide else rerun(list(map(widened, ins)))
+        arrays, rest = [list(ins), list(outs), list(wide)], (self.arrays, self.device())
+        leaves = jax.tree.leaves(arrays)
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((leaves, rest))):
+            return {("point",): (at_iteration(iteration, self.iteration), _measured(jnp, arrays, *rest))}
+        if all(map(in_host_memory, leaves)):  # NumPy takes less time than compiling for these shapes.
+            arrays = jax.tree.map(lambda x: np.asarray(x) if is_number(x) else x, arrays)
+            raise Reached((True, _measured(np, arrays, *rest)))
+        raise Reached((True, _compiled(arrays, *rest)))
 
     def keys(self, block: Block) -> Sequence[Key]:
         return (("point",),) if block.start <= self.target.number < block.end else ()
@@ -126,29 +109,57 @@ def _with_finite_elements(probe: Probe, x: Any, hit: Any, low: Any, high: Any) -
     return numpy.where(~kept & ~numpy.isfinite(x), numpy.ones((), x.dtype), x)
 
 
-def _at(arrays: Sequence[Any], which: Any, index: Any) -> Any:
+def _measured(numpy: Any, arrays: Sequence[Arrays], element: Any, device: Any) -> dict[str, Any]:
+    """The note of a `PointProbe`, by NumPy or `jax.numpy`, of an equation's operands, results, and float32 results."""
+    ins, outs, wide = (list(map(compat.replicated, each)) for each in arrays)
+    floats, floats32 = (list(filter(is_inexact, each)) for each in (outs, wide))
+    bad = [~numpy.isfinite(x).ravel() for x in floats]
+    counts = numpy.stack([numpy.sum(x, dtype=np.int32) for x in bad])
+    which = numpy.argmax(counts > 0).astype(np.int32)
+    index, device = numpy.stack([numpy.argmax(x).astype(np.int32) for x in bad])[which], numpy.asarray(device, np.int32)
+    chosen = counts[which] > 0
+    if element is not None:
+        which, index, where = element
+        chosen = device == where
+    return {
+        "chosen": chosen,
+        "index": numpy.stack([which, index, device]),
+        "count": counts[which],
+        "value": _at(numpy, floats, which, index),
+        "float32": _at(numpy, floats32, which, index),
+        "operands": numpy.stack([_operand_at(numpy, x, floats[0].shape, index) for x in ins]),
+        "ranges": [_range(numpy, x) for x in ins if is_number(x)],
+    }
+
+
+_compiled = jax.jit(functools.partial(_measured, jnp))
+
+
+def _at(numpy: Any, arrays: Arrays, which: Any, index: Any) -> Any:
     """An element of one of several arrays, as a float32."""
-    values = [_real(x).ravel()[jnp.minimum(index, x.size - 1)] if x.size else jnp.float32(jnp.nan) for x in arrays]
-    return jnp.stack(values)[which]
+    nan = np.float32(np.nan)
+    values = [_real(numpy, x).ravel()[numpy.minimum(index, x.size - 1)] if x.size else nan for x in arrays]
+    return numpy.stack(values)[which]
 
 
-def _operand_at(x: Any, shape: tuple[int, ...], index: Any) -> Any:
+def _operand_at(numpy: Any, x: Any, shape: tuple[int, ...], index: Any) -> Any:
     """The element of an operand that an elementwise operation computes an element of its result from; else NaN."""
+    nan = np.float32(np.nan)
     if not compat.is_shaped(jax.typeof(x)) or not jnp.issubdtype(jnp.result_type(x), jnp.number):
-        return jnp.float32(jnp.nan)
-    if jnp.ndim(x) == len(shape) > 0 and all(n in (1, size) for n, size in zip(jnp.shape(x), shape, strict=True)):
-        return jnp.broadcast_to(_real(x), shape).ravel()[index]
-    return _real(x) if jnp.ndim(x) == 0 else jnp.float32(jnp.nan)
+        return nan
+    if np.ndim(x) == len(shape) > 0 and all(n in (1, size) for n, size in zip(np.shape(x), shape, strict=True)):
+        return numpy.broadcast_to(_real(numpy, x), shape).ravel()[index]
+    return _real(numpy, x) if np.ndim(x) == 0 else nan
 
 
-def _real(x: Any) -> Any:
-    return jnp.real(x).astype(jnp.float32)
+def _real(numpy: Any, x: Any) -> Any:
+    return numpy.real(x).astype(np.float32)
 
 
-def _range(x: Any) -> Any:
+def _range(numpy: Any, x: Any) -> Any:
     """Minimum, maximum and smallest nonzero magnitude of the finite elements, and the number of other elements."""
-    finite, x = jnp.isfinite(x), _real(x)
-    size = jnp.where(finite & (x != 0), jnp.abs(x), jnp.inf)
-    low = jnp.min(x, where=finite, initial=jnp.inf)
-    high = jnp.max(x, where=finite, initial=-jnp.inf)
-    return jnp.stack([low, high, jnp.min(size, initial=jnp.inf), jnp.sum(~finite).astype(jnp.float32)])
+    finite, x = numpy.isfinite(x), _real(numpy, x)
+    size = numpy.where(finite & (x != 0), numpy.abs(x), np.inf)
+    low = numpy.min(x, where=finite, initial=np.inf)
+    high = numpy.max(x, where=finite, initial=-np.inf)
+    return numpy.stack([low, high, numpy.min(size, initial=np.inf), numpy.sum(~finite).astype(np.float32)])

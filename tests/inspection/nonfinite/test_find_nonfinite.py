@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import mpjax
 from mpjax import find_nonfinite
+from mpjax.inspection.profiling.stepping import Compilations
 from testing import cheap_keys
 from testing.models.zoo import REGISTRY, harness
 from testing.random_programs.evaluate import arrays_in_numpy
@@ -235,3 +236,14 @@ def test_a_nan_read_from_a_reference_is_found():
 
     found = mpjax.find_nonfinite(fun, jnp.ones(4))
     assert found.kind == "nan"
+
+
+def test_a_fault_outside_of_loops_is_measured_without_a_compilation():
+    def loss(x, y):
+        return jnp.sum(jnp.log(x * x) / y)
+
+    x, y = np.zeros((3, 7), HALF), np.ones((3, 7), HALF)
+    assert all(find_nonfinite(loss, one, one) is None for one in (y, y.astype(np.float32)))
+    with Compilations() as compilations:
+        found = find_nonfinite(loss, x, y)
+    assert (found.primitive, found.count, compilations.count) == ("log", 21, 0)
