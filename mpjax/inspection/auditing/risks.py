@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpjax.inspection.auditing.amplified import Amplified, Facts, amplified, exact_up_to, of_constant
+from mpjax.inspection.auditing.clipping import clipped
 from mpjax.inspection.auditing.constants import Lost, lost_constants, rounded, rounded_text
 from mpjax.inspection.auditing.unchecked import unchecked
 from mpjax.program import compat
@@ -26,6 +27,7 @@ from mpjax.program.tracing import TracedCall
 # Most severe first: inf, NaN or wrong results before lost digits.
 MEANINGS = {
     "unscaled": "float16 gradients without loss scaling: small ones become zero; use mpjax.value_and_grad with a state",
+    "clipped": "a bound on gradients that are still multiplied by the loss scale: divide them by it before",
     "unchecked": "the loss scale doesn't see an overflow, so it never falls: give it the gradients unchanged",
     "overflow": "a finite constant becomes infinite",
     "epsilon": "a constant that guards against zero becomes zero",
@@ -50,6 +52,7 @@ class Risk:
 
     Args:
         kind: `"unscaled"`: a float16 backward pass without loss scaling, or a loss scale that no gradient uses;
+            `"clipped"`: gradients are compared with a bound before they are divided by the loss scale;
             `"unchecked"`: inf or NaN of float16 gradients is replaced before the loss scale looks for it;
             `"exp"`, `"log"`, `"pow"`, `"sum"`, `"softmax"`, `"loss"`: computed in half;
             `"overflow"`: a finite constant (an additive mask) becomes infinite in half;
@@ -90,6 +93,7 @@ def risks_of(flow: Flow, original: Callable[[], TracedCall]) -> tuple[Risk, ...]
     found = [("unscaled", site, "float16", MEANINGS["unscaled"]) for site in marks]
     if any(v.aval.dtype == np.float16 for node in nodes for v in node.writes if is_float(v)):
         found += [("unchecked", site, "float16", MEANINGS["unchecked"]) for site in unchecked(flow)]
+        found += [("clipped", site, "float16", MEANINGS["clipped"]) for site in clipped(flow)]
     roundings = [*_amplified(of_amplified)]
     found += [*roundings, *_operations(flow, {_place(site) for _, site, _, _ in roundings}), *_loss(flow)]
     for node in nodes:

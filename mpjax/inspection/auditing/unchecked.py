@@ -51,10 +51,11 @@ def _bounded(flow: Flow, node: Node) -> Value | None:
 
 
 def _is_constant(flow: Flow, value: Value) -> bool:
-    return flow.source(value, lambda node: primitive(node.site.name).whole or _repeats(node)).kind == CONSTANT
+    return flow.source(value, lambda node: primitive(node.site.name).whole or repeats(node)).kind == CONSTANT
 
 
-def _repeats(node: Node) -> bool:
+def repeats(node: Node) -> bool:
+    """Whether an operation only moves, repeats or casts."""
     return primitive(node.site.name).moves or node.site.name == "convert_element_type"
 
 
@@ -63,7 +64,7 @@ def _is_gradient(flow: Flow, value: Value) -> bool:
 
     def through(node: Node) -> Iterable[Value]:
         row = primitive(node.site.name)
-        passes = row.scales or row.adds or row.communicates or _repeats(node)
+        passes = row.scales or row.adds or row.communicates or repeats(node)
         return filter(is_float, node.reads) if passes or node.site.name in ("select_n", *_BOUNDS) else ()
 
     return any(node.site.phase == BACKWARD for node in flow.made_by([value], through))

@@ -1,0 +1,98 @@
+"""`audit` names a clip of gradients that acts before they are divided by the loss scale."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpjax
+
+PARAMS, X = {"w": np.ones((8, 8), np.float32)}, np.ones((4, 8), np.float32)
+FIXED = 2.0**15
+
+
+def loss_fn(params, x):
+    half = x.astype(np.float16) @ params["w"].astype(np.float16)
+    return jnp.mean(jax.nn.relu(half).astype(np.float32) ** 2)
+
+
+def norm(grads):
+    return jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+
+
+def times(grads, factor):
+    return jax.tree.map(lambda g: g * factor, grads)
+
+
+def over(grads, divisor):
+    return jax.tree.map(lambda g: g / divisor, grads)
+
+
+CLIPS = {
+    "elements": lambda grads: jax.tree.map(lambda g: jnp.clip(g, -1.0, 1.0), grads),
+    "by the norm": lambda grads: times(grads, jnp.minimum(1.0, 2.0 / (norm(grads) + 1e-6))),
+    "divided": lambda grads: over(grads, jnp.maximum(norm(grads), 1.0)),
+    "where": lambda grads: jax.tree.map(lambda g: jnp.where(norm(grads) < 1.0, g, g / norm(grads)), grads),
+    "optax": lambda grads: optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())[0],
+    "adaptive": lambda grads: optax.adaptive_grad_clip(0.01).update(grads, optax.EmptyState(), PARAMS)[0],
+}
+# A bound may be scaled, or the norm unscaled; neither a guard against zero nor a check for inf is a bound.
+SCALED = {
+    "bound": lambda grads, scale: times(grads, jnp.minimum(1.0, 2.0 * scale / (norm(grads) + 1e-6))),
+    "norm": lambda grads, scale: times(grads, jnp.minimum(1.0, 2.0 / (norm(grads) / scale + 1e-6))),
+    "guard": lambda grads, scale: times(grads, norm(grads) / jnp.maximum(norm(grads), 1e-6)),
+    "check": lambda grads, scale: jax.tree.map(lambda g: jnp.where(jnp.isinf(g), 0.0, g), grads),
+}
+
+
+def clips(step, *args):
+    """The functions of this file in which gradients are clipped too early."""
+    lines = [risk.source for risk in mpjax.audit(step, *args).risks if risk.kind == "clipped"]
+    assert all(line.startswith("test_clipping.py:") for line in lines)
+    return lines
+
+
+def gradients(params, x, scale):
+    return jax.grad(lambda params: loss_fn(params, x) * scale)(params)
+
+
+@pytest.mark.parametrize("form", CLIPS)
+def test_a_clip_before_the_division_by_the_loss_scale_is_a_risk(form):
+    clip, updated = CLIPS[form], lambda params, grads: jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    early = lambda params, x, scale: updated(params, over(clip(gradients(params, x, scale)), scale))
+    late = lambda params, x, scale: updated(params, clip(over(gradients(params, x, scale), scale)))
+    inverse = lambda params, x, scale: updated(params, times(clip(gradients(params, x, scale)), 1 / scale))
+    for step in (early, inverse):
+        assert clips(step, PARAMS, X, np.float32(FIXED))
+        assert clips(lambda params, x, step=step: step(params, x, FIXED), PARAMS, X)
+    assert not clips(late, PARAMS, X, np.float32(FIXED))
+    assert not clips(lambda params, x: late(params, x, FIXED), PARAMS, X)
+
+
+@pytest.mark.parametrize("form", SCALED)
+def test_a_bound_that_is_scaled_too_is_none(form):
+    step = lambda params, x, scale: over(SCALED[form](gradients(params, x, scale), scale), scale)
+    assert not clips(step, PARAMS, X, np.float32(FIXED))
+    assert not clips(lambda params, x: step(params, x, FIXED), PARAMS, X)
+
+
+def test_the_clip_of_accumulated_gradients_is_named():
+    def step(params, xs, scale):
+        add = lambda total, x: (jax.tree.map(jnp.add, total, gradients(params, x, scale)), None)
+        total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), xs)
+        return over(CLIPS["by the norm"](total), scale)
+
+    assert clips(step, PARAMS, np.stack([X, X]), np.float32(FIXED))
+
+
+@pytest.mark.parametrize("form", CLIPS)
+def test_a_clip_before_an_optimizer_that_unscales_is_a_risk(form):
+    def step(params, state, x):
+        grads = gradients(params, x, state.loss_scale) if scaled else mpjax.grad(loss_fn, state)(params, x)
+        updates, state = tx.update(CLIPS[form](grads), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for scaled in (True, False):
+        tx = mpjax.dynamic_loss_scale(optax.sgd(0.1), grads_are_scaled=scaled)
+        assert bool(clips(step, PARAMS, tx.init(PARAMS), X)) is scaled
