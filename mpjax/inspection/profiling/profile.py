@@ -194,7 +194,7 @@ def report_of(
     capability: float | None = None,
     jitted: bool = True,
     copied: int = 0,
-    reads_at: str = "",
+    reads_at: Sequence[str] = (),
     notes: Iterable[str] = (),
 ) -> ProfileReport:
     """The report of a measurement.

@@ -260,7 +260,7 @@ def advise(
     callbacks: Sequence[hlo.Instruction] = (),
     jitted: bool = True,
     copied: int = 0,
-    reads_at: str = "",
+    reads_at: Sequence[str] = (),
 ) -> tuple[Advice, ...]:
     """Advice on a step, ranked by the share of its time.
 
@@ -269,18 +269,18 @@ def advise(
         callbacks: The step's host callbacks.
         jitted: Whether the step is one compiled program.
         copied: The bytes of NumPy arrays among the arguments of each call, which it copies to the device.
-        reads_at: A line of the step that reads the value of an array.
+        reads_at: The lines of the step that wait for the value of an array.
     """
     gpu, recompilation = report.gpu, report.recompilation
+    wait = f", and {', '.join(reads_at)} {'wait' if reads_at[1:] else 'waits'} for the value of an array"
     found = [_advice("input pipeline", report.input_share)]
     waiting = report.dispatch_share
     if recompilation:
         pass  # What else the host does, no measurement tells: a jit of all of it might fix a value that changes.
     elif report.outside_share is not None:
-        found.append(_advice("code outside of jit", report.outside_share))
+        found.append(_advice("code outside of jit", report.outside_share, wait if reads_at else ""))
     elif not jitted:
-        detail = f", and {reads_at} waits for the value of an array" if reads_at else ""
-        found.append(_advice("host work in the step", waiting, detail))
+        found.append(_advice("host work in the step", waiting, wait if reads_at else ""))
     elif gpu and callbacks:
         found.append(_advice("host callbacks", waiting, f" ({_called(callbacks)})"))
     elif copied >= _MANY_BYTES:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
+import os
+import sys
 import time
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +19,7 @@ import numpy as np
 from mpjax.inspection.profiling import profiler_trace
 from mpjax.inspection.reports import array_text
 from mpjax.inspection.trials import argument_name
-from mpjax.program.source import reason, traceback_line
+from mpjax.program.source import is_library, reason, traceback_line
 
 _EVENTS = "/jax/core/compile/"  # Tracing, lowering and XLA's compilation, as `jax.monitoring` reports them.
 _SHOWN = 4
@@ -134,7 +138,7 @@ class Stepper:
         out: The last outputs.
         last_batch: A tuple of the last batch; empty without batches.
         why_not: Why the step can't be compiled as a whole; empty if it can.
-        reads_at: The line of a step that can't, if it needs the value of an array there.
+        reads_at: The lines of a step without jit that wait for the value of an array.
     """
 
     def __init__(
@@ -152,7 +156,7 @@ class Stepper:
         self._batches = None if batches is None else _endless(batches)
         self.last_batch = self._next()
         _check_call(step, (*args, *self.last_batch), self._kwargs)
-        self.text, self.compile_seconds, self.why_not, self.reads_at = "", 0.0, "", ""
+        self.text, self.compile_seconds, self.why_not, self.reads_at = "", 0.0, "", list[str]()
         given = (*args, *self.last_batch)
         donates = self._compile(step if self.jitted else jax.jit(step), given)
         self.compiled: list[bool] = []
@@ -183,9 +187,10 @@ class Stepper:
             if self.jitted:
                 raise
             self.why_not = reason(error)  # It needs values, or calls libraries other than JAX.
-            if isinstance(error, (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)):
-                self.reads_at = traceback_line(error)
-                self.why_not = f"{self.reads_at or 'a line of it'} needs the value of an array"
+            if isinstance(error, _NO_VALUE) or (isinstance(error, AttributeError) and error.name == _READY):
+                line = traceback_line(error)
+                self.reads_at += [line] if line else []
+                self.why_not = f"{line or 'a line of it'} needs the value of an array"
             return False
         self.compile_seconds = time.perf_counter() - start
         self.text = _hlo(executable)
@@ -217,7 +222,8 @@ class Stepper:
     def warm_up(self) -> bool:
         """Runs steps until one is not recompiled, up to a limit. Returns whether there was one."""
         for _ in range(_MANY_SHAPES):
-            self.run(1)
+            with contextlib.nullcontext() if self.jitted else _noting_waits(self.reads_at):
+                self.run(1)
             if not self.compiled[0]:
                 return True
         return False
@@ -284,6 +290,37 @@ class Stepper:
         if self.carry:
             outs = (self.out,) if self._is_whole else tuple(self.out)
             self._args = (*outs[: self.carry], *self._args[self.carry :])
+
+
+_READY = "block_until_ready"
+_NO_VALUE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+
+
+@contextlib.contextmanager
+def _noting_waits(lines: list[str]) -> Iterator[None]:
+    """Adds the lines of the caller's code that wait for an array, as far as Python code of JAX does it for them."""
+
+    def note(frame: types.FrameType, event: str, _: Any) -> None:
+        module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if event == "call" and name in ("_value", _READY) and module.startswith("jax."):
+            line = _caller_in_step(frame)
+            lines.extend([line] if line and line not in lines else [])
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+def _caller_in_step(frame: types.FrameType | None) -> str:
+    """The nearest line outside of libraries, as `train.py:12`; empty if this module is nearer."""
+    while frame is not None and frame.f_code.co_filename != __file__:
+        if not is_library(frame.f_code.co_filename):
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def _check_call(step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -54,6 +54,8 @@ def _plane(name: str, lines: Mapping[str, Iterable[Span]]) -> str:
     return f'planes {{ name: "{name}" {" ".join(body)} }}'
 
 
-def advised(split: Split, kernels: Iterable[Kernel] = (), gpu: bool = True, **given: Any) -> tuple[Advice, ...]:
+def advised(
+    split: Split, kernels: Iterable[Kernel] = (), gpu: bool = True, compiled: float | None = None, **given: Any
+) -> tuple[Advice, ...]:
     """The advice on a step with these times."""
-    return advise(ProfileReport("NVIDIA X", 1, 1.0, 0.0, split, tuple(kernels), gpu, (), ()), **given)
+    return advise(ProfileReport("NVIDIA X", 1, 1.0, 0.0, split, tuple(kernels), gpu, (), (), compiled), **given)

@@ -12,6 +12,7 @@ import pytest
 import mpjax
 from mpjax.inspection.profiling import hlo
 from mpjax.inspection.profiling.kernels import Kernel, Split
+from mpjax.inspection.profiling.stepping import Stepper
 from tests.inspection.profiling.gpu_traces import advised
 
 pytestmark = pytest.mark.usefixtures("always_compiled")
@@ -92,6 +93,32 @@ def test_the_line_that_waits_for_a_value_is_named(read):
     assert report.limit == "host work in the step"
     assert re.search(r"test_limits\.py:\d+ waits for the value of an array", str(report.advice[0]))
     assert not re.search("autocast|lax.cond", str(report))
+
+
+WAITS = (jax.device_get, jax.block_until_ready, lambda x: x.block_until_ready(), repr, float, np.asarray)
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_line_that_waits_is_named_whether_or_not_the_step_can_be_compiled_as_a_whole(wait):
+    inner = jax.jit(lambda w: (w * 2, w.sum()))
+
+    def step(w):
+        w, loss = inner(w)
+        wait(loss)
+        return w, loss
+
+    stepper = Stepper(step, (W,), None, 1)
+    stepper.warm_up()
+    lines = {fun.__code__.co_firstlineno + below for fun, below in ((step, 2), (WAITS[2], 0))}
+    assert len(stepper.reads_at) == 1
+    assert set(stepper.reads_at) <= {f"test_limits.py:{line}" for line in lines}
+
+
+@pytest.mark.parametrize("compiled", [None, 0.5])
+def test_the_lines_that_wait_are_part_of_the_advice(compiled):
+    split = Split(device=1, input=0, dispatch=3)
+    (advice,) = advised(split, compiled=compiled, jitted=False, reads_at=("a.py:1", "a.py:2"))
+    assert "and a.py:1, a.py:2 wait for the value of an array" in str(advice)
 
 
 def test_arrays_that_each_call_copies_are_named():
