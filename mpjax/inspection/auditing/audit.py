@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from mpjax.casting.setting import Trial
 from mpjax.inspection.auditing.communication import Collective, collectives_of_call, device_count, widens_bfloat16
-from mpjax.inspection.auditing.constants import in_float32
+from mpjax.inspection.auditing.constants import as_written
 from mpjax.inspection.auditing.matmuls import casts_of, findings_of, matmuls_of, traffic_gain, widened_at
 from mpjax.inspection.auditing.report import Kept
 from mpjax.inspection.auditing.report import PrecisionReport as PrecisionReport
@@ -93,7 +93,7 @@ def audit(
         name=getattr(fun, "__name__", type(fun).__name__),
         matmuls=matmuls,
         findings=findings_of(matmuls, tpu, widened_at(flow)),
-        risks=(*_unscaled(sites), *risks_of(flow, functools.partial(in_float32, fun, args, kwargs))),
+        risks=(*_unscaled(sites), *risks_of(flow, functools.partial(as_written, fun, args, kwargs))),
         residuals=None if residuals is None else totals((v.aval.dtype.name, v.bytes) for v in residuals if v.bytes),
         kept=_kept(residuals or (), kept_in),
         scores=scores,

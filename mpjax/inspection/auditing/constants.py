@@ -1,4 +1,4 @@
-"""Constants that half rounds to 0 or 1, such as an epsilon: each is compared with what the program says in float32."""
+"""Constants that rounding makes 0 or 1, such as an epsilon: each is compared with what the program says in float64."""
 
 from __future__ import annotations
 
@@ -16,31 +16,30 @@ import numpy as np
 
 from mpjax.casting import autocast_disabled
 from mpjax.program import compat
-from mpjax.program.graph import Site, walk
+from mpjax.program.graph import Site
+from mpjax.program.inlining import Node, Value, flow_of
 from mpjax.program.interpreter import is_half, widened
+from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import is_library_file
 from mpjax.program.tracing import TracedCall, traced_call
 
 
 class Lost(NamedTuple):
-    """A constant that half rounds to 0, 1 or inf.
+    """A constant that its dtype rounds to 0, 1 or inf.
 
     Args:
         site: The operation that reads it.
         operand: Its position among the operands.
-        dtype: The half dtype.
-        written: What the program says; None if that is not known: the code itself casts to half.
+        dtype: The dtype.
+        value: The rounded constant.
+        written: What the program says; None if that is not known: the code itself casts.
     """
 
     site: Site
     operand: int
     dtype: str
+    value: float
     written: float | None
-
-    @property
-    def value(self) -> float:
-        """The rounded constant."""
-        return float(self.site.invars[self.operand].val)
 
     @property
     def text(self) -> str:
@@ -48,6 +47,15 @@ class Lost(NamedTuple):
         if self.written is None:
             return f"zero in {self.dtype}: nothing guards"
         return rounded_text(self.written, self.dtype)
+
+    @property
+    def instead(self) -> str:
+        """A number near what is written that the dtype holds."""
+        limits, number = compat.finfo(self.dtype), abs(self.written or 0)
+        if not math.isfinite(self.value):
+            return f"{math.copysign(float(limits.max), self.value):.4g}"
+        near_one = 1 + float(limits.eps) if number > 1 else 1 - float(limits.epsneg)
+        return f"{math.copysign(near_one, self.value):.8g}" if self.value else f"{float(limits.smallest_normal):.2g}"
 
 
 def rounded(number: float, dtype: Any) -> float:
@@ -64,7 +72,8 @@ def rounded_text(number: float, dtype: Any) -> str:
     """What a half dtype makes of a constant, in words."""
     held, least = rounded(number, dtype), float(compat.finfo(dtype).smallest_subnormal)
     note = "" if held else f" (its smallest positive number is {least:.2g})"
-    return f"{number:.7g} is {f'{held:g}' if held else 'zero'} in {jnp.dtype(dtype).name}{note}"
+    text = next(text for text in (f"{number:.7g}", repr(float(number))) if float(text) != held or float(number) == held)
+    return f"{text} is {f'{held:g}' if held else 'zero'} in {jnp.dtype(dtype).name}{note}"
 
 
 def in_float32(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> TracedCall:
@@ -80,61 +89,97 @@ def in_float32(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         return traced_call(fun, wide_args, wide_kwargs)
 
 
-def lost_constants(sites: Iterable[Site], original: Callable[[], TracedCall]) -> Iterator[Lost]:
+def as_written(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> TracedCall:
+    """A call traced with float64 in place of floats, so with constants as the code has them; float32 if that fails."""
+
+    def wide(x: Any) -> Any:
+        is_float = hasattr(x, "dtype") and hasattr(x, "shape") and jnp.issubdtype(x.dtype, jnp.floating)
+        return jax.ShapeDtypeStruct(x.shape, np.float64) if is_float else x
+
+    try:
+        with jax.enable_x64(True), autocast_disabled():
+            return traced_call(fun, *jax.tree.map(wide, (tuple(args), dict(kwargs))))
+    except Exception:  # The function may require its dtypes.
+        return in_float32(fun, args, kwargs)
+
+
+def lost_constants(
+    nodes: Iterable[Node], original: Callable[[], TracedCall], low: Callable[[Any], bool] = is_half
+) -> Iterator[Lost]:
     """The constants of a program that were rounded to 0, 1 or inf, and zeros of unknown origin.
 
-    A constant that meets a half array is rounded while it is traced. So the program is traced in float32 as well, and
-    the same operation of the same line there has the constant as it was written. Code that casts to half itself is the
-    same in both. There the numbers in the text of the line tell.
+    A constant that meets an array is rounded while it is traced. So the program is traced in a wider dtype as well, and
+    the same operation of the same line there has the constant as it was written. Code that casts itself is the same in
+    both. There the numbers in the text of the line tell.
 
     Args:
-        sites: The program's equations.
-        original: Traces the call in float32; called only if there is a constant of 0 or 1.
+        nodes: The program's equations.
+        original: Traces the call in a wider dtype; called only if there is a constant of 0 or 1.
+        low: Whether the constants of a value's dtype are looked at.
     """
-    found = [(key, site, i) for key, site in _numbered(sites) for i, v in enumerate(site.invars) if is_suspect(v)]
+    numbered = [(key, node, i) for key, node in _numbered(nodes) for i in range(len(node.reads))]
+    found = [(key, node, i) for key, node, i in numbered if _is_suspect(node, i, low)]
     if not found:
         return
     try:
-        wide = dict(_numbered(walk(original().jaxpr)))
+        wide = dict(_numbered(flow_of(original().jaxpr).eqns))
     except Exception:  # The function may require half arguments.
         wide = {}
-    for key, site, i in found:
-        v, other = site.invars[i], wide.get(key)
-        dtype, value = v.aval.dtype, float(v.val)
-        literal = None if other is None or i >= len(other.invars) else other.invars[i]
-        written = float(literal.val) if isinstance(literal, compat.Literal) and not is_half(literal) else None
-        if written is None or written in (value, 0.0) or rounded(written, dtype) != value:
-            numbers = _numbers(site)
-            lost = next((n for n in numbers if n != value and rounded(n, dtype) == value), None)
-            unknown = written is None and (literal is None or is_half(literal)) and not value
-            if lost is not None or (unknown and numbers is not _UNKNOWN and 0.0 not in numbers):
-                yield Lost(site, i, dtype.name, lost)
-        else:
-            yield Lost(site, i, dtype.name, written)
+    for key, node, i in found:
+        dtype, (number, value) = _reader(node, i).aval.dtype, _held(node, i)
+        other: Any = wide.get(key)
+        literal: Any = None if other is None or i >= len(other.reads) else other.reads[i]
+        is_wider = literal is not None and _is_number(literal) and literal.aval.dtype.itemsize > dtype.itemsize
+        written = number if number != value else float(literal.constant) if is_wider else None
+        if written == value == 0 or written is None or rounded(written, dtype) != value:
+            numbers = _numbers(node.site)
+            unknown = written is None and (literal is None or literal.aval.dtype == dtype) and not value
+            unknown &= numbers is not _UNKNOWN and 0.0 not in numbers
+            written = next((n for n in numbers if n != value and rounded(n, dtype) == value), None)
+            if written is None and not unknown:
+                continue
+        if written != value:
+            yield Lost(node.site, i, dtype.name, value, written)
 
 
-def is_suspect(v: Any) -> bool:
-    """Whether an operand is a half constant of 0, 1 or inf."""
-    return (
-        isinstance(v, compat.Literal) and is_half(v) and np.size(v.val) == 1 and abs(float(v.val)) in (0, 1, math.inf)
-    )
+def _is_number(value: Value) -> bool:
+    """Whether a value is a number of the program's text, and no array that it closes over."""
+    return value.constant is not None and np.size(value.constant) == 1 and not isinstance(value.constant, jax.Array)
+
+
+def _reader(node: Node, i: int) -> Value:
+    """The value whose dtype an operand has when it is read: a conversion's result."""
+    return node.writes[0] if primitive(node.site.name).op is Op.CONVERT else node.reads[i]
+
+
+def _held(node: Node, i: int) -> tuple[float, float]:
+    """A constant operand, and what its dtype makes of it."""
+    number = float(np.asarray(node.reads[i].constant).item())
+    return number, rounded(number, _reader(node, i).aval.dtype)
+
+
+def _is_suspect(node: Node, i: int, low: Callable[[Any], bool]) -> bool:
+    is_read = node.writes and _is_number(node.reads[i]) and low(_reader(node, i))
+    return bool(is_read) and abs(_held(node, i)[1]) in (0, 1, math.inf)
 
 
 def are_unexplained(sites: Iterable[Site]) -> bool:
     """Whether half constants of 0 or 1 are more than the texts of their lines have: others were rounded to them."""
-    suspects = ((v, site) for site in sites for v in filter(is_suspect, site.invars))
+    literals = ((v, site) for site in sites for v in site.invars if isinstance(v, compat.Literal) and is_half(v))
+    suspects = [(v, site) for v, site in literals if np.size(v.val) == 1 and abs(float(v.val)) in (0, 1, math.inf)]
     counts = collections.Counter((abs(float(v.val)), _numbers(site)) for v, site in suspects)
     return any(count > numbers.count(value) for (value, numbers), count in counts.items())
 
 
-def _numbered(sites: Iterable[Site]) -> Iterator[tuple[Any, Site]]:
+def _numbered(nodes: Iterable[Node]) -> Iterator[tuple[Any, Node]]:
     """The equations with their lines, primitives, and how many of the same came before."""
     seen = collections.Counter[Any]()
-    for site in sites:
+    for node in nodes:
+        site = node.site
         frames = compat.user_frames(site.eqn)
         key = (frames[0].file_name, frames[0].start_line) if frames else None, site.name, site.phase
         seen[key] += 1
-        yield (*key, seen[key]), site
+        yield (*key, seen[key]), node
 
 
 _NUMBER = re.compile(r"(?<![\w.])\d+\.?\d*(?:e[+-]?\d+)?", re.IGNORECASE)

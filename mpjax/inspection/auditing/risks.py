@@ -84,7 +84,7 @@ def risks_of(flow: Flow, original: Callable[[], TracedCall]) -> tuple[Risk, ...]
 
     Args:
         flow: The program.
-        original: Traces it in float32.
+        original: Traces it in a wider dtype.
     """
     nodes = flow.eqns
     of_amplified, known = amplified(flow)
@@ -98,7 +98,9 @@ def risks_of(flow: Flow, original: Callable[[], TracedCall]) -> tuple[Risk, ...]
     found += [*roundings, *_operations(flow, {_place(site) for _, site, _, _ in roundings}), *_loss(flow)]
     for node in nodes:
         found += _constants(node, known)
-    found += _lost(nodes, lost_constants((node.site for node in nodes), original))
+    found += _lost(
+        nodes, lost_constants((node for node in nodes if primitive(node.site.name).op is not Op.CONVERT), original)
+    )
     return _merged([*found, *_norms(flow), *_updates(flow, known), *_accumulators(flow)])
 
 

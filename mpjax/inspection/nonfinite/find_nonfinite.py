@@ -14,7 +14,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from mpjax.inspection.auditing.amplified import amplified
-from mpjax.inspection.auditing.constants import are_unexplained, in_float32, lost_constants
+from mpjax.inspection.auditing.constants import Lost, are_unexplained, as_written, in_float32, lost_constants
 from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite_but, is_number
 from mpjax.inspection.nonfinite.provenance import (
     CodeProbe,
@@ -33,7 +33,7 @@ from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
 from mpjax.program.graph import NOBODY, Block, Owners, Site, lay_out, walk
 from mpjax.program.inlining import Flow, Node, flow_of
-from mpjax.program.interpreter import Eager, Instrumented, Key, is_half, is_inexact, widened
+from mpjax.program.interpreter import Eager, Instrumented, Key, is_float, is_half, is_inexact, widened
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import MATMULS, Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD
@@ -90,7 +90,8 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
         return None
     if fault.is_argument:
         return _in_argument(program, fault.number)
-    found = _examined(program, fault, outs, functools.cache(functools.partial(in_float32, fun, args, kwargs)))
+    original = functools.partial(as_written, fun, args, kwargs)
+    found = _examined(program, fault, outs, functools.partial(in_float32, fun, args, kwargs), original)
     bad = (name for name, code in zip(_result_names(traced), outs, strict=True) if code)
     return dataclasses.replace(found, result=next(bad, None))
 
@@ -225,11 +226,15 @@ def _float32_is_fine(original: Callable[[], TracedCall]) -> bool | None:
 
 
 def _examined(
-    program: _Examined, fault: Provenance, outs: Sequence[int], original: Callable[[], TracedCall]
+    program: _Examined,
+    fault: Provenance,
+    outs: Sequence[int],
+    in_float32: Callable[[], TracedCall],
+    original: Callable[[], TracedCall],
 ) -> NonFinite:
     """The report of a fault: the ranges at its point, and the same point in float32.
 
-    `outs` are the codes of the program's results; `original` traces the call in float32.
+    `outs` are the codes of the program's results. The others trace the call in float32, and with constants as written.
     """
     place, block, flow = program.places[fault.number], program.block, program.flow
     axes, eqn = dict(place.axes), place.eqn
@@ -254,7 +259,7 @@ def _examined(
     fine = math.isfinite(here["float32"] if value is None else value)
     overflows = kind == "inf" and place.name in GROWING
     argument = _cast_argument(program, node)
-    constants, doubtful = ("", False) if overflows else _lost_constants(program, node, original, not fine)
+    constants, doubtful = ([], False) if overflows else _lost_constants(program, node, original, not fine)
     evidence = Symptoms(
         primitive=place.name,
         kind=kind,
@@ -272,12 +277,13 @@ def _examined(
         float8=out.dtype.name if out.dtype.name.startswith("float8") else "",
         constant=fault.is_constant,
         opaque=primitive(place.name).op is Op.OPAQUE,
-        constants=constants,
+        constants="; ".join(dict.fromkeys(f"{lost.text}, at {lost.site.source}" for lost in constants)),
+        instead=", ".join(dict.fromkeys(lost.instead for lost in constants)),
         doubtful=doubtful,
         rounding=_amplified_rounding(flow, place),
         index=_index_out_of_bounds(eqn, here["ranges"]),
         where_gradient=_is_where_gradient(program, fault, outs),
-        float32_is_fine=functools.partial(_float32_is_fine, original),
+        float32_is_fine=functools.partial(_float32_is_fine, in_float32),
     )
     numbers = [v.aval for v in eqn.invars if is_number(v)]
     iteration, where = fault.indices(program.places), map(int, np.unravel_index(device, tuple(axes.values())))
@@ -302,21 +308,22 @@ def _examined(
     )
 
 
-def _lost_constants(program: _Examined, node: Node, original: Callable[[], TracedCall], ones: bool) -> tuple[str, bool]:
-    """The constants that half made zero or inf, in words; and whether others that the operation reads may be some.
+def _lost_constants(
+    program: _Examined, node: Node, original: Callable[[], TracedCall], ones: bool
+) -> tuple[list[Lost], bool]:
+    """The constants that rounding made zero or inf; and whether others that the operation reads may be some.
 
     With `ones`, also those that became one and that the operation depends on, as 1 - 0.999 does.
     """
     flow, reached = program.flow, set(program.flow.reached(node.reads))
-    sites = [each.site for each in flow.eqns if not each.inner]
-    read = [each.site for each in flow.eqns if each is node or not reached.isdisjoint(each.writes)]
-    here = {id(site.eqn) for site in read} | {id(site.eqn) for site in sites if site.source == node.site.source}
-    found = [lost for lost in lost_constants(sites, original) if lost.written is not None]
+    nodes, line = [each for each in flow.eqns if not each.inner], node.site.source
+    read = [each for each in flow.eqns if each is node or not reached.isdisjoint(each.writes)]
+    here = {id(each.site.eqn) for each in (*read, *(each for each in nodes if each.site.source == line))}
+    found = [lost for lost in lost_constants(nodes, original, is_float) if lost.written is not None]
     near = [lost for lost in found if id(lost.site.eqn) in here and (ones or abs(lost.value) != 1)]
-    near = near or [lost for lost in found if abs(lost.value) != 1]
     outside = (abs(float(np.ravel(c)[0])) for c in program.block.consts if is_half(c) and np.size(c) == 1)
-    doubtful = any(c in (0, 1) for c in outside) or are_unexplained(site for site in sites if id(site.eqn) in here)
-    return "; ".join(dict.fromkeys(f"{lost.text}, at {lost.site.source}" for lost in near)), doubtful
+    unexplained = are_unexplained(each.site for each in nodes if id(each.site.eqn) in here)
+    return near or [lost for lost in found if abs(lost.value) != 1], any(c in (0, 1) for c in outside) or unexplained
 
 
 def _index_out_of_bounds(eqn: Any, ranges: Sequence[Any]) -> str:

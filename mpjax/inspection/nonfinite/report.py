@@ -141,7 +141,8 @@ class Symptoms:
         float8: The float8 dtype of its result; empty for other dtypes.
         constant: Whether the operation only reads an infinite constant.
         opaque: Whether the operation can run only in the dtypes it was traced for.
-        constants: The constants of the program that half made zero or inf, with what was written and the lines.
+        constants: The constants that rounding made zero, one or inf, with what was written and the lines.
+        instead: Numbers near them that their dtypes hold.
         doubtful: Whether a constant of the line is zero in half, and it is not known what was written.
         index: The index out of bounds with which a gather made it, in words.
         rounding: What was rounded before, if the operation amplifies it, and the line that rounded it.
@@ -166,6 +167,7 @@ class Symptoms:
     float8: str = ""
     opaque: bool = False
     constants: str = ""
+    instead: str = ""
     doubtful: bool = False
     rounding: str = ""
     index: str = ""
@@ -215,7 +217,9 @@ def _diagnosis(found: Symptoms) -> str:
         if found.where_gradient:
             return "; ".join([*causes, _WHERE_GRADIENT])
         if not fine and found.constants:
-            return "; ".join([*causes, found.constants, "write one that half holds, or keep this part in float32"])
+            cure = f"write one that it holds, such as {found.instead}"
+            cure += ", or keep this part in float32" if fine is None else ""
+            return "; ".join([*causes, found.constants, cure])
         if fine is None and (found.opaque or (found.doubtful and _divides_by_zero(cause))):
             why = f"{found.primitive} can't be run in another dtype" if found.opaque else "a constant may be rounded"
             return "; ".join([*causes, f"cannot tell whether float32 fails too ({why}): trace the function in float32"])

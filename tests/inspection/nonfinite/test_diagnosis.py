@@ -1,6 +1,7 @@
 """What `find_nonfinite` concludes: which element matters, on which device, and whether float32 fails too."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -261,3 +262,36 @@ def test_a_root_of_what_half_flushed_is_not_called_flushed():
     found = find_nonfinite(lambda g: g / jnp.sqrt(g * g), np.full(3, 1e-6, HALF))
     assert found.primitive == "div"
     assert "because it reads 0 in float16 where float32 has 1.013e-06" in found.diagnosis
+
+
+ALMOST = 1 - 1e-8
+
+
+def cross_entropy(probability):
+    p = jnp.clip(probability, 1e-8, 1 - 1e-8)
+    return -jnp.mean(jnp.log(1 - p))
+
+
+ONES = {
+    "a clip": (cross_entropy, "0.99999999", 1),
+    "a minimum with a name": (lambda p: jnp.sum(1 / (1 - jnp.minimum(p, ALMOST))), "0.99999999", 0),
+    "both ends": (lambda p: jnp.sum(jnp.arctanh(jnp.clip(p, -1 + 1e-9, 1 - 1e-9))), "0.999999999", 0),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, HALF])
+@pytest.mark.parametrize("form", ONES)
+@pytest.mark.standard_promotion
+def test_a_constant_that_float32_rounds_to_one_is_named_with_one_that_helps(form, dtype):
+    fun, written, below = ONES[form]
+    found = find_nonfinite(fun, np.ones(3, dtype))
+    where = f"test_diagnosis.py:{fun.__code__.co_firstlineno + below}"
+    assert f"{written} is 1 in {np.dtype(dtype)}, at {where}; write one that it holds" in found.diagnosis
+    assert "check the data" not in found.diagnosis
+    helps = float(re.findall(r"0\.9995\d*|0\.99999994", found.diagnosis)[0])
+    assert find_nonfinite(lambda p: jnp.sum(jnp.log(1 - jnp.minimum(p, helps))), np.ones(3, dtype)) is None
+
+
+def test_a_one_on_a_line_with_an_epsilon_is_no_rounded_constant():
+    loss = lambda x: jnp.sum(jnp.sqrt(x) + jnp.log(x + 1e-8) + 1 / x)
+    assert "is 1 in" not in find_nonfinite(jax.grad(loss), np.zeros(3, np.float32)).diagnosis
