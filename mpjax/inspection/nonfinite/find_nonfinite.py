@@ -17,6 +17,7 @@ from mpjax.inspection.auditing.amplified import amplified
 from mpjax.inspection.auditing.constants import Lost, are_unexplained, as_written, in_float32, lost_constants
 from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite_but, is_number
 from mpjax.inspection.nonfinite.provenance import (
+    Address,
     CodeProbe,
     Provenance,
     WatchProbe,
@@ -25,7 +26,7 @@ from mpjax.inspection.nonfinite.provenance import (
     first_fault,
     watched,
 )
-from mpjax.inspection.nonfinite.report import GROWING, OperandRange, Symptoms, diagnosis_of
+from mpjax.inspection.nonfinite.report import GROWING, OperandRange, Symptoms, cause_of, diagnosis_of, kind_text
 from mpjax.inspection.nonfinite.report import NonFinite as NonFinite
 from mpjax.inspection.reports import array_text
 from mpjax.inspection.trials import argument_name, trace_to_run
@@ -88,12 +89,32 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     fault, outs = _search(program)
     if fault is None:
         return None
+    others = tuple(dict.fromkeys(_other_cause(program, other) for other in program.others[:_OTHERS]))
     if fault.is_argument:
-        return _in_argument(program, fault.number)
+        return dataclasses.replace(_in_argument(program, fault.number), others=others)
     original = functools.partial(as_written, fun, args, kwargs)
     found = _examined(program, fault, outs, functools.partial(in_float32, fun, args, kwargs), original)
-    bad = (name for name, code in zip(_result_names(traced), outs, strict=True) if code)
-    return dataclasses.replace(found, result=next(bad, None))
+    # Another source may be the reason why an earlier result is not finite.
+    bad = [(end != fault, name) for name, end in zip(_result_names(traced), program.results, strict=True) if end]
+    return dataclasses.replace(found, result=min(bad, default=(0, None), key=lambda pair: pair[0])[1], others=others)
+
+
+_OTHERS = 3  # causes that are printed beside the first
+
+
+def _other_cause(program: _Examined, fault: Provenance) -> str:
+    """Another source of values that are not finite, in words."""
+    if fault.is_argument:
+        found = _in_argument(program, fault.number)
+        return f"{kind_text(found.kind)} in {found.argument} before the call"
+    place = program.places[fault.number]
+    where = f"made by {place.name} at {place.source}"
+    if fault.iteration:  # Measuring it would compile the loop again.
+        return f"inf or NaN {where}"
+    _, here = program.point(fault)
+    kind = "nan" if np.isnan(here["value"]) else "inf"
+    cause = cause_of(place.name, tuple(map(float, here["operands"])), kind)
+    return f"{kind_text(kind)} {where}" + (f", {cause}" if cause else "")
 
 
 def _result_names(program: TracedCall) -> list[str]:
@@ -120,6 +141,8 @@ class _Examined:
         self.places = {place.number: place for place in self.block.places()}
         self.entry: Provenance | None = None  # where a fault of the forward pass enters the backward pass
         self.made = set[int]()  # the equations that made an inf or NaN, whether or not it reaches a result
+        self.others: Sequence[Provenance] = ()  # other sources that reach a result
+        self.results: Sequence[Address] = ()  # the sources of the results
         self.mask = ""  # the argument whose -inf a fault was made from
         self.watched = functools.cache(self._watched)
         self._evaluation: Eager | None = None
@@ -175,7 +198,7 @@ def _search(program: _Examined) -> tuple[Provenance | None, Sequence[int]]:
     fault, replay = first_fault(program.block, arguments, codes, jax.device_get(notes))
     program.made = replay.made
     if fault is not None:
-        program.entry = replay.entry(fault)
+        program.entry, program.others, program.results = replay.entry(fault), replay.others(fault), replay.results
         program.mask = program.name_of(replay.from_masks[fault]) if fault in replay.from_masks else ""
     return fault, codes
 

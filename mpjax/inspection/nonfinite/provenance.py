@@ -205,10 +205,17 @@ class Provenance:
         rank: The kind of source, one of the ranks above.
         when: The number of the equation, or the index of the argument. Inside loops, each loop's number and iteration
             come before it, outermost first.
+        others: The sources of other operands on the way. They don't distinguish it.
     """
 
     rank: int
     when: tuple[int, ...]
+    others: tuple[Provenance, ...] = dataclasses.field(default=(), compare=False)
+
+    @property
+    def all(self) -> tuple[Provenance, ...]:
+        """It and the others, without theirs."""
+        return Provenance(self.rank, self.when), *self.others
 
     @property
     def number(self) -> int:
@@ -219,6 +226,11 @@ class Provenance:
     def iteration(self) -> tuple[int, ...]:
         """The number of completed iterations of each enclosing loop, outermost first."""
         return self.when[1::2]
+
+    @property
+    def place(self) -> tuple[bool, tuple[int, ...]]:
+        """Where it is, whatever has become of it."""
+        return self.is_argument, self.when
 
     @property
     def is_argument(self) -> bool:
@@ -237,6 +249,13 @@ class Provenance:
 
 
 Address = Provenance | None
+_OTHERS = 4  # as many are kept
+
+
+def _joined(addresses: Sequence[Address]) -> Address:
+    """The first of some sources, with the others."""
+    found = sorted({each for address in addresses if address for each in address.all})
+    return Provenance(found[0].rank, found[0].when, tuple(found[1 : _OTHERS + 1])) if found else None
 
 
 def first_fault(
@@ -260,6 +279,7 @@ def first_fault(
     )
     results = replay.block(block, given[:count], _Iteration((), notes), given[count:])
     found = list(replay.checked)
+    replay.results = [address if code else None for code, address in zip(outs, results, strict=True)]
     for v, code, address in zip(block.jaxpr.outvars, outs, results, strict=True):
         last = USED_CONSTANT if not v.aval.shape else MADE
         if code and address is not None and address.rank <= last:
@@ -290,6 +310,7 @@ class _Replay:
     def __init__(self, with_blocks: set[int], masks: set[int]) -> None:
         self.with_blocks, self.masks = with_blocks, masks
         self.checked: set[Provenance] = set()
+        self.results: list[Address] = []  # the sources of results that are not finite
         self.made: set[int] = set()  # the equations that made an inf or NaN, which may reach no result
         self.from_masks: dict[Address, int] = {}  # the mask from which an equation made a NaN
         self.passed_on: set[Address] = set()
@@ -301,6 +322,16 @@ class _Replay:
         None if a `where` of the forward pass passes it on, or if it does not enter.
         """
         return None if fault in self.passed_on else self.entries.get(fault)
+
+    def others(self, fault: Provenance) -> list[Provenance]:
+        """The other sources of values that reach a result or a check, in order; of a mask's -inf, none."""
+        ends = {each for end in (*self.checked, *self.results) if end for each in end.all}
+        causes = [each for each in ends if each.rank == MADE or (each.is_argument and each.number not in self.masks)]
+        known, others = {fault.place}, list[Provenance]()
+        for each in sorted(causes):
+            others += [] if each.place in known else [each]
+            known.add(each.place)
+        return others
 
     def block(
         self, block: Block, addresses: Sequence[Address], iteration: _Iteration, consts: Sequence[Address] | None = None
@@ -322,7 +353,7 @@ class _Replay:
         ins = [self._read_here(address, when) for address in ins]
         if row.whole:
             return list(ins[: len(outvars)])
-        given = min((address for address in ins if address is not None), default=None)
+        given = _joined(ins)
         # A check for finite values ends in a reduction to one boolean, or in one comparison of a scalar.
         if given is not None and row.logic and (row.kernel or (name == "is_finite" and not outvars[0].aval.shape)):
             self.checked.add(given)
@@ -352,11 +383,11 @@ class _Replay:
         if moves or given.rank in (BAD_ARGUMENT, MADE):
             return given
         if code == NAN and given.is_argument and given.number not in self.masks:
-            return Provenance(BAD_ARGUMENT, given.when)
+            return Provenance(BAD_ARGUMENT, given.when, given.others)
         if code == NAN:
             self.from_masks |= {own: given.number} if given.is_argument else {}
             return own
-        return Provenance(_USED.get(given.rank, given.rank), given.when)
+        return Provenance(_USED.get(given.rank, given.rank), given.when, given.others)
 
     def _read_here(self, address: Address, when: tuple[int, ...]) -> Address:
         """Assigns a constant that was passed to a sub-jaxpr to the equation there that reads it."""

@@ -63,6 +63,7 @@ class NonFinite(Report):
         result: Tree path of the first result of the function that is not finite, as `result[0]['w']`.
         device: Coordinates of the device inside `shard_map`, as `data=2`.
         unseen: Operations of the program of which only operands and results are visible, and why.
+        others: Other sources, of the same result or of others, in words.
     """
 
     primitive: str
@@ -81,11 +82,12 @@ class NonFinite(Report):
     result: str | None = None
     device: str | None = None
     unseen: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
         """The page's title."""
-        return f"{'inf' if self.kind == 'inf' else 'NaN'} found"
+        return f"{kind_text(self.kind)} found"
 
     def to_dict(self) -> dict[str, Any]:
         """The report as a dictionary."""
@@ -106,20 +108,27 @@ class NonFinite(Report):
         return [Section("", self._text())]
 
     def _text(self) -> str:
-        what = "inf" if self.kind == "inf" else "NaN"
+        what = kind_text(self.kind)
+        others = [f"  another cause: {other}" for other in self.others]
         if self.argument is not None:
-            return f"{what} in {self.argument}: {self.diagnosis}"
+            return "\n".join([f"{what} in {self.argument}: {self.diagnosis}", *others])
         where = f"{self.primitive} at {self.source or 'an unknown line'}"
         lines = [
             f"{what} made by {where}, module {self.module or '-'}, {self.direction} pass"
             + (f", iteration {self.iteration}" if self.iteration is not None else ""),
             f"  {self.diagnosis}",
+            *others,
             f"  output {self.output}: {self.count} inf or NaN, the first that reaches the result is {self.element}"
             + (f" of device {self.device}" if self.device else ""),
         ]
         lines += [f"  {self.result} is not finite"] if self.result not in (None, "result") else []
         lines += [f"  input {i}: {operand}" for i, operand in enumerate(self.inputs)]
         return "\n".join([*lines, *(f"  not inspected: {place}" for place in self.unseen)])
+
+
+def kind_text(kind: str) -> str:
+    """A kind as it is printed."""
+    return "inf" if kind == "inf" else "NaN"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +209,7 @@ def _diagnosis(found: Symptoms) -> str:
             f"overflow of {found.float8} here ({number(found.operands[0])} is beyond its largest number): scale the "
             "values before the cast"
         )
-    cause = _SQRT if found.of_sqrt else _cause(found.primitive, found.operands, found.kind)
+    cause = _SQRT if found.of_sqrt else cause_of(found.primitive, found.operands, found.kind)
     if cause and found.index:
         cause = f"{found.index} is out of bounds, for which jnp.take and x[i] in mode 'fill' return NaN"
     if found.derivative and cause and not found.of_sqrt:
@@ -270,7 +279,7 @@ def _lost(found: Symptoms, cause: str) -> str:
     return ""
 
 
-def _cause(primitive: str, operands: tuple[float, ...], kind: str) -> str:
+def cause_of(primitive: str, operands: tuple[float, ...], kind: str) -> str:
     """The cause in words if the operands show it; empty otherwise."""
     x = operands[0] if operands else math.nan
     y = operands[1] if len(operands) > 1 else math.nan

@@ -295,3 +295,36 @@ def test_a_constant_that_float32_rounds_to_one_is_named_with_one_that_helps(form
 def test_a_one_on_a_line_with_an_epsilon_is_no_rounded_constant():
     loss = lambda x: jnp.sum(jnp.sqrt(x) + jnp.log(x + 1e-8) + 1 / x)
     assert "is 1 in" not in find_nonfinite(jax.grad(loss), np.zeros(3, np.float32)).diagnosis
+
+
+W, X, ZERO = np.ones((4, 4), np.float32), np.ones(4, np.float32), np.zeros(3, np.float32)
+COMPETING = {
+    "of one sum": (lambda w, x, c: jnp.sum(x @ w) + jnp.sum(1 / c), "inf in args[1] before the call"),
+    "of two results": (lambda w, x, c: (x @ w, jnp.sum(1 / c)), "inf in args[1] before the call"),
+    "of a product": (lambda w, x, c: jnp.sum(x @ w) * jnp.sum(1 / c), "inf in args[1] before the call"),
+    "of two operations": (lambda w, x, c: jnp.sum(1 / c) + jnp.sum(jnp.log(c)), "inf made by log at {}, log of zero"),
+}
+
+
+@pytest.mark.parametrize("form", COMPETING)
+def test_every_cause_of_what_is_not_finite_is_named(form):
+    fun, other = COMPETING[form]
+    where = f"test_diagnosis.py:{fun.__code__.co_firstlineno}"
+    found = find_nonfinite(fun, W, X.copy() + np.array([0, 0, 0, np.inf], np.float32), ZERO)
+    assert (found.primitive, found.diagnosis.partition(";")[0], found.source) == ("div", "division by zero", where)
+    assert found.others == (other.format(where),)
+    assert str(found).splitlines()[2] == f"  another cause: {found.others[0]}"
+    # The first result that is not finite has another cause.
+    assert found.result == ("result[1]" if form == "of two results" else "result")
+    nan = find_nonfinite(fun, W * np.nan, X, ZERO)
+    if "args" in other:
+        assert (nan.argument, nan.others) == ("args[0]", (f"inf made by div at {where}, division by zero",))
+
+
+def test_a_cause_that_reaches_no_result_is_not_named():
+    def loss(x, mask, c):
+        dropped = jnp.where(x > 5, 1 / c + jnp.log(x), 0.0)
+        return jnp.sum(jax.nn.softmax(x + mask)) + jnp.sum(dropped) + jnp.sum(jnp.log(c))
+
+    mask = np.array([0, -np.inf, 0], np.float32)
+    assert find_nonfinite(loss, np.ones(3, np.float32), mask, ZERO).others == ()
