@@ -107,7 +107,9 @@ def _matmul(eqn: Any) -> Listing | None:
     if compat.is_algorithm(precision):
         return Listing(Op.DENY, f"{BY_PRECISION} algorithm {precision}")
     if lax.Precision.HIGHEST in (precision if isinstance(precision, tuple) else (precision,)):
-        return Listing(Op.DENY, f"{BY_PRECISION} precision HIGHEST")
+        is_jaxs = compat.is_of_linear_algebra(eqn)
+        why = f"{EXACT} a part of a decomposition, a solve or its derivative" if is_jaxs else ""
+        return Listing(Op.DENY, why or f"{BY_PRECISION} precision HIGHEST")
     return None
 
 

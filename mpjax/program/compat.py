@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -510,6 +511,18 @@ def in_scopes(scopes: Any = None) -> Any:
 def user_frames(eqn: Any) -> list[Any]:
     """The frames of an equation's traceback outside of JAX, innermost first."""
     return list(source_info_util.user_frames(eqn.source_info.traceback))
+
+
+# JAX's functions of linear algebra that are matmuls, and have an argument `precision`.
+_MATMULS = frozenset({"matmul", "multi_dot", "tensordot", "vecdot"})
+
+
+def is_of_linear_algebra(eqn: Any) -> bool:
+    """Whether JAX's own code for a decomposition, a solve or a derivative of these makes an equation."""
+    frames = getattr(eqn.source_info.traceback, "frames", ())
+    inside = itertools.takewhile(lambda frame: not source_info_util.is_user_filename(frame.file_name), frames)
+    names = {frame.function_name for frame in inside if frame.file_name.endswith("linalg.py")}
+    return bool(names) and names.isdisjoint(_MATMULS)
 
 
 def with_weak_type(x: Any, aval: Any) -> Any:

@@ -160,3 +160,24 @@ def test_a_pattern_without_a_match_is_blamed_on_who_wrote_it(text, monkeypatch):
         WRITTEN[text]()(X, W)
     (message,) = (str(record.message) for record in caught if "matched no operation" in str(record.message))
     assert message.startswith(text)
+
+
+SOLVED = {
+    "cholesky": jnp.linalg.cholesky,
+    "solve": lambda a: jnp.linalg.solve(a, X.T),
+    "eigh": lambda a: jnp.linalg.eigh(a)[0],
+    "svd": lambda a: jnp.linalg.svd(a)[1],
+    "expm": jax.scipy.linalg.expm,
+    "lax": jax.lax.linalg.cholesky,
+}
+
+
+@pytest.mark.parametrize("name", SOLVED)
+def test_the_precision_that_jax_gives_a_decomposition_is_not_the_programs(name):
+    loss = lambda w: jnp.sum(SOLVED[name](w @ w.T + 8 * jnp.eye(8)))
+    with pytest.warns(AutocastWarning) as caught:
+        jax.make_jaxpr(mpjax.autocast(jax.grad(loss)))(W)
+    told = " ".join(str(w.message) for w in caught)
+    assert "a part of a decomposition, a solve or its derivative" in told
+    assert "precision HIGHEST" not in told
+    assert "precision HIGHEST" not in str(mpjax.explain(jax.grad(loss), W))
