@@ -17,16 +17,16 @@ from mpjax.inspection.auditing.amplified import amplified
 from mpjax.inspection.auditing.constants import Lost, are_unexplained, as_written, in_float32, lost_constants
 from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite_but, is_number
 from mpjax.inspection.nonfinite.provenance import (
-    Address,
     CodeProbe,
     Provenance,
+    Replay,
     WatchProbe,
     code_of,
     code_of_argument,
     first_fault,
     watched,
 )
-from mpjax.inspection.nonfinite.report import GROWING, OperandRange, Symptoms, cause_of, diagnosis_of, kind_text
+from mpjax.inspection.nonfinite.report import GROWING, OperandRange, Symptoms, diagnosis_of
 from mpjax.inspection.nonfinite.report import NonFinite as NonFinite
 from mpjax.inspection.reports import array_text
 from mpjax.inspection.trials import argument_name, trace_to_run
@@ -89,32 +89,18 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     fault, outs = _search(program)
     if fault is None:
         return None
-    others = tuple(dict.fromkeys(_other_cause(program, other) for other in program.others[:_OTHERS]))
-    if fault.is_argument:
-        return dataclasses.replace(_in_argument(program, fault.number), others=others)
-    original = functools.partial(as_written, fun, args, kwargs)
-    found = _examined(program, fault, outs, functools.partial(in_float32, fun, args, kwargs), original)
+    in_float32_, written = (functools.partial(trace, fun, args, kwargs) for trace in (in_float32, as_written))
+    found, *others = (
+        _in_argument(program, each.number) if each.is_argument else _examined(program, each, outs, in_float32_, written)
+        for each in (fault, *program.others(fault))
+    )
     # Another source may be the reason why an earlier result is not finite.
-    bad = [(end != fault, name) for name, end in zip(_result_names(traced), program.results, strict=True) if end]
-    return dataclasses.replace(found, result=min(bad, default=(0, None), key=lambda pair: pair[0])[1], others=others)
+    bad = [(end != fault, name) for name, end in zip(_result_names(traced), program.replay.results, strict=True) if end]
+    result = None if fault.is_argument else min(bad, default=(0, None), key=lambda pair: pair[0])[1]
+    return dataclasses.replace(found, result=result, others=tuple(other.line for other in others))
 
 
-_OTHERS = 3  # causes that are printed beside the first
-
-
-def _other_cause(program: _Examined, fault: Provenance) -> str:
-    """Another source of values that are not finite, in words."""
-    if fault.is_argument:
-        found = _in_argument(program, fault.number)
-        return f"{kind_text(found.kind)} in {found.argument} before the call"
-    place = program.places[fault.number]
-    where = f"made by {place.name} at {place.source}"
-    if fault.iteration:  # Measuring it would compile the loop again.
-        return f"inf or NaN {where}"
-    _, here = program.point(fault)
-    kind = "nan" if np.isnan(here["value"]) else "inf"
-    cause = cause_of(place.name, tuple(map(float, here["operands"])), kind)
-    return f"{kind_text(kind)} {where}" + (f", {cause}" if cause else "")
+_OTHERS = 2  # causes that are reported beside the first
 
 
 def _result_names(program: TracedCall) -> list[str]:
@@ -139,13 +125,19 @@ class _Examined:
         self.block, self.flow = lay_out(traced.jaxpr, owners=owners), flow_of(traced.jaxpr, owners)
         self.names, self.leaves = traced.names, [*traced.arrays, *self.block.consts]
         self.places = {place.number: place for place in self.block.places()}
-        self.entry: Provenance | None = None  # where a fault of the forward pass enters the backward pass
-        self.made = set[int]()  # the equations that made an inf or NaN, whether or not it reaches a result
-        self.others: Sequence[Provenance] = ()  # other sources that reach a result
-        self.results: Sequence[Address] = ()  # the sources of the results
-        self.mask = ""  # the argument whose -inf a fault was made from
+        self.replay: Replay
         self.watched = functools.cache(self._watched)
         self._evaluation: Eager | None = None
+
+    def others(self, fault: Provenance) -> list[Provenance]:
+        """Other causes, of other lines; none in loops, which measuring it would compile again."""
+        causes = [each for each in self.replay.others(fault) if each.is_argument or not each.iteration]
+        by_line = {self._line(each): each for each in (*reversed(causes), fault)}
+        return sorted({*by_line.values()} - {fault})[:_OTHERS]
+
+    def _line(self, fault: Provenance) -> Any:
+        place = self.places.get(fault.number)
+        return fault if fault.is_argument or place is None else (place.name, place.source)
 
     def name_of(self, leaf: int) -> str:
         """The argument of a leaf, in words."""
@@ -196,10 +188,7 @@ def _search(program: _Examined) -> tuple[Provenance | None, Sequence[int]]:
     codes, arguments = jax.device_get((_codes(outs), _codes(program.leaves)))
     arguments = list(map(code_of_argument, program.leaves, arguments))
     fault, replay = first_fault(program.block, arguments, codes, jax.device_get(notes))
-    program.made = replay.made
-    if fault is not None:
-        program.entry, program.others, program.results = replay.entry(fault), replay.others(fault), replay.results
-        program.mask = program.name_of(replay.from_masks[fault]) if fault in replay.from_masks else ""
+    program.replay = replay
     return fault, codes
 
 
@@ -282,6 +271,7 @@ def _examined(
     fine = math.isfinite(here["float32"] if value is None else value)
     overflows = kind == "inf" and place.name in GROWING
     argument = _cast_argument(program, node)
+    mask = program.replay.from_masks.get(fault)
     constants, doubtful = ([], False) if overflows else _lost_constants(program, node, original, not fine)
     evidence = Symptoms(
         primitive=place.name,
@@ -294,7 +284,7 @@ def _examined(
         float32=value,
         backward=not argument and (derivative or place.phase == BACKWARD or _was_finite(program, place)),
         argument=argument,
-        mask=program.mask,
+        mask="" if mask is None else program.name_of(mask),
         derivative=derivative,
         of_sqrt=_is_derivative_of_sqrt(flow, node),
         float8=out.dtype.name if out.dtype.name.startswith("float8") else "",
@@ -396,7 +386,7 @@ def _was_finite(program: _Examined, place: Site) -> bool:
     key = place.name, place.source, place.path
     forward = (other for other in program.places.values() if other.phase == FORWARD and place.phase != FORWARD)
     copies = {other.number for other in forward if (other.name, other.source, other.path) == key}
-    return bool(copies) and copies.isdisjoint(program.made)
+    return bool(copies) and copies.isdisjoint(program.replay.made)
 
 
 def _primal(flow: Flow) -> set[int]:
@@ -416,7 +406,7 @@ def _primal(flow: Flow) -> set[int]:
 
 def _is_where_gradient(program: _Examined, fault: Provenance, outs: Sequence[int]) -> bool:
     """Whether a fault in the differentiated forward pass only matters because of the zero gradient of a `where`."""
-    flow, place, entry = program.flow, program.places[fault.number], program.entry
+    flow, place, entry = program.flow, program.places[fault.number], program.replay.entry(fault)
     if entry is None or (place.phase == FORWARD and "jvp(" not in place.module):
         return False
     makers = [flow.maker(v) for v, code in zip(flow.outputs, outs, strict=True) if code]

@@ -260,7 +260,7 @@ def _joined(addresses: Sequence[Address]) -> Address:
 
 def first_fault(
     block: Block, arguments: Sequence[int], outs: Sequence[int], notes: Mapping[Any, Any]
-) -> tuple[Provenance | None, _Replay]:
+) -> tuple[Provenance | None, Replay]:
     """The first fault that reached a result of the program or a check for finite values, and what the replay found.
 
     Args:
@@ -273,7 +273,7 @@ def first_fault(
     """
     given = [Provenance(IDLE_ARGUMENT, (i,)) if code else None for i, code in enumerate(arguments)]
     count = len(block.jaxpr.invars)
-    replay = _Replay(
+    replay = Replay(
         {place.number for place in block.places() if place.blocks},
         {i for i, code in enumerate(arguments) if code == MASK},
     )
@@ -299,7 +299,7 @@ class _Iteration(NamedTuple):
     notes: Mapping[Any, Any]
 
 
-class _Replay:
+class Replay:
     """Replays a program with addresses in place of values.
 
     Args:

@@ -87,7 +87,18 @@ class NonFinite(Report):
     @property
     def title(self) -> str:
         """The page's title."""
-        return f"{kind_text(self.kind)} found"
+        return f"{self._what} found"
+
+    @property
+    def _what(self) -> str:
+        return "inf" if self.kind == "inf" else "NaN"
+
+    @property
+    def line(self) -> str:
+        """The source and the diagnosis in one line."""
+        if self.argument is not None:
+            return f"{self._what} in {self.argument} before the call"
+        return f"{self._what} made by {self.primitive} at {self.source or 'an unknown line'}: {self.diagnosis}"
 
     def to_dict(self) -> dict[str, Any]:
         """The report as a dictionary."""
@@ -108,7 +119,7 @@ class NonFinite(Report):
         return [Section("", self._text())]
 
     def _text(self) -> str:
-        what = kind_text(self.kind)
+        what = self._what
         others = [f"  another cause: {other}" for other in self.others]
         if self.argument is not None:
             return "\n".join([f"{what} in {self.argument}: {self.diagnosis}", *others])
@@ -124,11 +135,6 @@ class NonFinite(Report):
         lines += [f"  {self.result} is not finite"] if self.result not in (None, "result") else []
         lines += [f"  input {i}: {operand}" for i, operand in enumerate(self.inputs)]
         return "\n".join([*lines, *(f"  not inspected: {place}" for place in self.unseen)])
-
-
-def kind_text(kind: str) -> str:
-    """A kind as it is printed."""
-    return "inf" if kind == "inf" else "NaN"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +215,7 @@ def _diagnosis(found: Symptoms) -> str:
             f"overflow of {found.float8} here ({number(found.operands[0])} is beyond its largest number): scale the "
             "values before the cast"
         )
-    cause = _SQRT if found.of_sqrt else cause_of(found.primitive, found.operands, found.kind)
+    cause = _SQRT if found.of_sqrt else _cause(found.primitive, found.operands, found.kind)
     if cause and found.index:
         cause = f"{found.index} is out of bounds, for which jnp.take and x[i] in mode 'fill' return NaN"
     if found.derivative and cause and not found.of_sqrt:
@@ -279,7 +285,7 @@ def _lost(found: Symptoms, cause: str) -> str:
     return ""
 
 
-def cause_of(primitive: str, operands: tuple[float, ...], kind: str) -> str:
+def _cause(primitive: str, operands: tuple[float, ...], kind: str) -> str:
     """The cause in words if the operands show it; empty otherwise."""
     x = operands[0] if operands else math.nan
     y = operands[1] if len(operands) > 1 else math.nan
