@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from mpjax.inspection.auditing.amplified import Amplified, Facts, amplified, exact_up_to, of_constant
-from mpjax.inspection.auditing.clipping import clipped
 from mpjax.inspection.auditing.constants import Lost, lost_constants, rounded, rounded_text
+from mpjax.inspection.auditing.scaled_gradients import scaling_risks
 from mpjax.inspection.auditing.unchecked import unchecked
 from mpjax.program import compat
 from mpjax.program.graph import Site, sub_jaxprs
@@ -28,6 +28,7 @@ from mpjax.program.tracing import TracedCall
 MEANINGS = {
     "unscaled": "float16 gradients without loss scaling: small ones become zero; use mpjax.value_and_grad with a state",
     "clipped": "a bound on gradients that are still multiplied by the loss scale: divide them by it before",
+    "divided": "gradients that were divided by the loss scale already: updates are too small by as much",
     "unchecked": "the loss scale doesn't see an overflow, so it never falls: give it the gradients unchanged",
     "overflow": "a finite constant becomes infinite",
     "epsilon": "a constant that guards against zero becomes zero",
@@ -53,6 +54,7 @@ class Risk:
     Args:
         kind: `"unscaled"`: a float16 backward pass without loss scaling, or a loss scale that no gradient uses;
             `"clipped"`: gradients are compared with a bound before they are divided by the loss scale;
+            `"divided"`: gradients are divided by the loss scale a second time;
             `"unchecked"`: inf or NaN of float16 gradients is replaced before the loss scale looks for it;
             `"exp"`, `"log"`, `"pow"`, `"sum"`, `"softmax"`, `"loss"`: computed in half;
             `"overflow"`: a finite constant (an additive mask) becomes infinite in half;
@@ -88,12 +90,10 @@ def risks_of(flow: Flow, original: Callable[[], TracedCall]) -> tuple[Risk, ...]
     """
     nodes = flow.eqns
     of_amplified, known = amplified(flow)
-    # They mark a float16 backward pass without loss scaling.
-    marks = (each.site for each in nodes if each.site.name == "unscaled" and each.site.eqn.params.get("backward"))
-    found = [("unscaled", site, "float16", MEANINGS["unscaled"]) for site in marks]
+    found: list[RiskySite] = []
     if any(v.aval.dtype == np.float16 for node in nodes for v in node.writes if is_float(v)):
         found += [("unchecked", site, "float16", MEANINGS["unchecked"]) for site in unchecked(flow)]
-        found += [("clipped", site, "float16", MEANINGS["clipped"]) for site in clipped(flow)]
+        found += [(kind, site, "float16", MEANINGS[kind]) for kind, site in scaling_risks(flow)]
     roundings = [*_amplified(of_amplified)]
     found += [*roundings, *_operations(flow, {_place(site) for _, site, _, _ in roundings}), *_loss(flow)]
     for node in nodes:
@@ -147,7 +147,8 @@ def _place(site: Site) -> tuple[str, str]:
 def _loss(flow: Flow) -> Iterator[RiskySite]:
     """Scalar results in half: a loss or a metric."""
     for value in dict.fromkeys(flow.outputs):
-        if is_half(value) and not value.aval.shape and (node := flow.maker(value)) is not None:
+        is_scalar = is_half(value) and not value.aval.shape
+        if is_scalar and (node := flow.maker(value)) is not None:
             yield "loss", node.site, value.aval.dtype.name, MEANINGS["loss"]
 
 

@@ -1,8 +1,8 @@
-"""Gradients that are clipped, or compared with a bound, before they are divided by the loss scale."""
+"""What a program does with gradients while a loss scale multiplies them: whether one does, clips, divisions."""
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from mpjax.inspection.auditing.unchecked import repeats
 from mpjax.program.graph import Site
 from mpjax.program.inlining import CONSTANT, Flow, Node, Value
-from mpjax.program.primitives import primitive
+from mpjax.program.primitives import MATMULS, primitive
 from mpjax.program.source import BACKWARD
 
 # By name: a clip is a maximum, a minimum, or a `where` of a comparison.
@@ -19,60 +19,91 @@ _LEAST = 1e-4  # Smaller constants guard a division against zero.
 _LARGEST = 0.25  # of the loss scale: a greater constant may be a bound that was multiplied by it
 
 
-def clipped(flow: Flow) -> Iterator[Site]:
-    """The operations that compare scaled gradients with a bound that is not scaled, before they are unscaled."""
-    for node in flow.eqns:
-        if node.site.phase == BACKWARD and node.site.name == "mul":
-            for seed, factor in (node.reads, node.reads[::-1]):
-                if _is_constant(flow, seed) and not factor.aval.shape:
-                    yield from _Scaled(flow, node.writes[0], _source(flow, factor)).clips()
-                    break
+def scaling_risks(flow: Flow) -> Iterator[tuple[str, Site]]:
+    """The kinds and the places of risks: gradients that are unscaled, or clipped before they are divided, or divided
+    twice.
+    """
+    factors, first = list[_Scaled](), set[Value]()
+    for node in (each for each in flow.eqns if each.site.phase == BACKWARD and each.writes):
+        if any(_is_one(flow, v) for v in node.reads) and not any(v.aval.shape for v in node.reads):
+            first |= flow.after(node.writes[0])
+            pairs = zip(node.reads, node.reads[::-1], strict=True) if node.site.name == "mul" else ()
+            factors += [_Scaled(flow, node.writes[0], _source(flow, v)) for one, v in pairs if _is_one(flow, one)][:1]
+    scaled = {value for factor in factors if factor.may_be_scale for value in factor.values}
+    backward = [each for each in flow.eqns if each.site.phase == BACKWARD and scaled.isdisjoint(each.reads)]
+    marks = [each for each in backward if each.site.name == "unscaled" and each.site.eqn.params.get("backward")]
+    halves = (each for each in backward if any(v in first and v.aval.dtype == np.float16 for v in each.reads))
+    matmuls = (each for each in halves if each.site.name in MATMULS)
+    # Autocast marks its results. In a program by hand, the first matmul stands for all.
+    yield from (("unscaled", each.site) for each in marks or itertools.islice(matmuls, 1))
+    for factor in factors:
+        yield from (("clipped", site) for site in factor.clips())
+        yield from (("divided", site) for site in factor.divided_again())
 
 
-@dataclasses.dataclass
 class _Scaled:
-    """The values that follow from the product of the first cotangent and a factor, which may be a loss scale."""
+    """The values that follow from the product of the first cotangent and a factor, which may be a loss scale.
 
-    flow: Flow
-    start: Value
-    scale: Value
+    Attributes:
+        values: Those values; not what a division by the factor makes of them.
+        divisions: The divisions by the factor.
+    """
+
+    def __init__(self, flow: Flow, start: Value, factor: Value):
+        self.flow, self.factor, self.values = flow, factor, {start}
+        self.divisions: dict[Value, Value] = {}  # the dividend, by the quotient
+        for node in (*flow.eqns, *flow.eqns):  # a loop comes before the equations of its body
+            if self._scaled_reads(node):
+                dividend = self._divided(node)
+                self.divisions |= {} if dividend is None else {node.writes[0]: dividend}
+                self.values.update(node.writes if dividend is None else ())
+
+    @property
+    def may_be_scale(self) -> bool:
+        """Whether the factor may be a loss scale: no weight of a loss that is a small constant."""
+        return self.factor.constant is None or bool(np.all(np.abs(self.factor.constant) > 2))
 
     def clips(self) -> Iterator[Site]:
         """The bounds of scaled values that reach a division by the factor."""
-        self.values, ends = {self.start}, list[Value]()
-        for node in (*self.flow.eqns, *self.flow.eqns):  # a loop comes before the equations of its body
-            if self._scaled_reads(node):
-                divided = self._divided(node)
-                ends += divided
-                self.values.update(() if divided else node.writes)
-        through = lambda node: [] if node.site.phase == BACKWARD and not node.inner else self._scaled_reads(node)  # noqa: E731
-        for node in self.flow.made_by(ends, through):
+        in_backward = lambda node: node.site.phase == BACKWARD and not node.inner  # noqa: E731
+        through = lambda node: [] if in_backward(node) else self._scaled_reads(node)  # noqa: E731
+        for node in self.flow.made_by(self.divisions.values(), through):
             if node.site.phase != BACKWARD and self._is_bounded(node):
                 yield node.site
+
+    def divided_again(self) -> Iterator[Site]:
+        """The divisions by the factor of what was divided by it."""
+        true = set(self.divisions)
+        for node in self.flow.eqns:
+            if not true.isdisjoint(node.reads):
+                if self._divided(node) in true:
+                    yield node.site
+                elif repeats(node) or primitive(node.site.name).scales or node.site.name in ("select_n", "max", "min"):
+                    true.update(node.writes)
 
     def _scaled_reads(self, node: Node) -> list[Value]:
         """The scaled values that an equation reads, or that the body of a loop returns."""
         return [v for v in (*node.reads, *(v for inner in node.inner for v in inner.outputs)) if v in self.values]
 
-    def _divided(self, node: Node) -> list[Value]:
-        """The scaled operand of a division by the factor, in a list; empty if the equation is none."""
+    def _divided(self, node: Node) -> Value | None:
+        """What an equation divides by the factor; None if it does not."""
         reads = node.reads
-        if node.site.phase != BACKWARD and node.site.name == "div" and self._is_scale(reads[1]):
-            return [reads[0]]
+        if node.site.phase != BACKWARD and node.site.name == "div" and self._is_factor(reads[1]):
+            return reads[0]
         if node.site.phase != BACKWARD and node.site.name == "mul":
-            return [v for v, other in zip(reads, reads[::-1], strict=True) if self._is_scale(other, inverse=True)]
-        return []
+            return next((v for v, by in zip(reads, reads[::-1], strict=True) if self._is_factor(by, True)), None)
+        return None
 
-    def _is_scale(self, value: Value, inverse: bool = False) -> bool:
+    def _is_factor(self, value: Value, inverse: bool = False) -> bool:
         """Whether a value is the factor, or one over it."""
         value = _source(self.flow, value)
         if inverse and value.constant is None:
             node = self.flow.maker(value)
-            return node is not None and node.site.name == "div" and self._is_scale(node.reads[1])
-        if value.constant is None or self.scale.constant is None:
-            return value is self.scale
-        found, scale = (np.asarray(v.constant, np.float64) for v in (value, self.scale))
-        return bool(np.all((found * scale if inverse else found / scale) == 1)) and bool(np.all(scale != 1))
+            return node is not None and node.site.name == "div" and self._is_factor(node.reads[1])
+        if value.constant is None or self.factor.constant is None:
+            return value is self.factor
+        found, factor = (np.asarray(v.constant, np.float64) for v in (value, self.factor))
+        return bool(np.all((found * factor if inverse else found / factor) == 1)) and self.may_be_scale
 
     def _is_bounded(self, node: Node) -> bool:
         """Whether an equation compares a scaled value with a bound."""
@@ -90,8 +121,8 @@ class _Scaled:
             return False
         value = _source(self.flow, value)
         if value.constant is None:
-            return self.scale.constant is not None or not self.flow.depends([value], self.scale)
-        most = np.inf if self.scale.constant is None else _LARGEST * np.abs(self.scale.constant)
+            return self.factor.constant is not None or not self.flow.depends([value], self.factor)
+        most = np.inf if self.factor.constant is None else _LARGEST * np.abs(self.factor.constant)
         return bool(np.any(np.abs(value.constant) >= _LEAST) and np.all(np.abs(value.constant) < most))
 
 
@@ -100,7 +131,8 @@ def _source(flow: Flow, value: Value) -> Value:
     return found
 
 
-def _is_constant(flow: Flow, value: Value) -> bool:
-    """Whether a cotangent is one constant, up to scaling: the first one of a backward pass."""
+def _is_one(flow: Flow, value: Value) -> bool:
+    """Whether a cotangent is 1, up to division by constants: the first one of a backward pass."""
     scales = lambda node: repeats(node) or (node.site.phase == BACKWARD and primitive(node.site.name).scales)  # noqa: E731
-    return flow.source(value, scales).kind == CONSTANT and not value.aval.shape
+    source = flow.source(value, scales)
+    return source.kind == CONSTANT and not value.aval.shape and bool(np.all(np.asarray(source.constant) == 1))

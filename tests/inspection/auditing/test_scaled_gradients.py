@@ -1,4 +1,4 @@
-"""`audit` names a clip of gradients that acts before they are divided by the loss scale."""
+"""`audit` follows the loss scale: float16 gradients without one, clipped before the division by it, divided twice."""
 
 import jax
 import jax.numpy as jnp
@@ -46,11 +46,16 @@ SCALED = {
 }
 
 
-def clips(step, *args):
-    """The functions of this file in which gradients are clipped too early."""
-    lines = [risk.source for risk in mpjax.audit(step, *args).risks if risk.kind == "clipped"]
-    assert all(line.startswith("test_clipping.py:") for line in lines)
+def lines_of(kind, step, *args):
+    """The lines of this file at which a risk is found."""
+    lines = [risk.source for risk in mpjax.audit(step, *args).risks if risk.kind == kind]
+    assert all(line.startswith("test_scaled_gradients.py:") for line in lines)
     return lines
+
+
+def clips(step, *args):
+    """The lines at which gradients are clipped too early."""
+    return lines_of("clipped", step, *args)
 
 
 def gradients(params, x, scale):
@@ -96,3 +101,34 @@ def test_a_clip_before_an_optimizer_that_unscales_is_a_risk(form):
     for scaled in (True, False):
         tx = mpjax.dynamic_loss_scale(optax.sgd(0.1), grads_are_scaled=scaled)
         assert bool(clips(step, PARAMS, tx.init(PARAMS), X)) is scaled
+
+
+def autocast_loss(params, x):
+    return jnp.mean(mpjax.autocast(lambda w: jax.nn.relu(x @ w), "mixed_float16")(params["w"]) ** 2)
+
+
+@pytest.mark.parametrize("loss", [loss_fn, autocast_loss])
+def test_float16_gradients_are_unscaled_unless_something_scales_them_also_by_hand(loss):
+    by_hand = lambda params, x, scale: over(jax.grad(lambda params: loss(params, x) * scale)(params), scale)
+    assert len(lines_of("unscaled", jax.grad(loss), PARAMS, X)) == 1
+    assert len(lines_of("unscaled", jax.grad(lambda params, x: loss(params, x) * 0.5), PARAMS, X)) == 1
+    assert not lines_of("unscaled", by_hand, PARAMS, X, np.float32(FIXED))
+    assert not lines_of("unscaled", lambda params, x: by_hand(params, x, FIXED), PARAMS, X)
+    assert not lines_of(
+        "unscaled", jax.grad(lambda params, x, scale: loss(params, x) * scale), PARAMS, X, np.float32(1)
+    )
+    state = mpjax.dynamic_loss_scale(optax.sgd(0.1)).init(PARAMS)
+    assert not lines_of("unscaled", lambda params, x: mpjax.grad(loss, state)(params, x), PARAMS, X)
+
+
+@pytest.mark.parametrize("divide", [over, lambda grads, scale: times(grads, 1 / scale)])
+def test_gradients_that_are_divided_twice_are_a_risk(divide):
+    def step(params, state, x, divisions):
+        grads = mpjax.grad(loss_fn, state)(params, x)
+        for _ in range(divisions):
+            grads = jax.tree.map(jnp.nan_to_num, divide(grads, state.loss_scale))
+        return times(grads, 0.1)
+
+    state = mpjax.dynamic_loss_scale(optax.sgd(0.1)).init(PARAMS)
+    assert not lines_of("divided", lambda *args: step(*args, 0), PARAMS, state, X)
+    assert lines_of("divided", lambda *args: step(*args, 1), PARAMS, state, X)
