@@ -16,7 +16,7 @@ from mpjax.inspection.auditing.scaled_gradients import scaling_risks
 from mpjax.inspection.auditing.unchecked import unchecked
 from mpjax.program import compat
 from mpjax.program.graph import Site, sub_jaxprs
-from mpjax.program.inlining import INPUT, Flow, Node, Value
+from mpjax.program.inlining import CONSTANT, INPUT, Flow, Node, Value
 from mpjax.program.interpreter import is_float, is_half
 from mpjax.program.primitives import Op, drops_axes, primitive
 from mpjax.program.source import BACKWARD
@@ -148,7 +148,7 @@ def _loss(flow: Flow) -> Iterator[RiskySite]:
     """Scalar results in half: a loss or a metric."""
     for value in dict.fromkeys(flow.outputs):
         is_scalar = is_half(value) and not value.aval.shape
-        if is_scalar and (node := flow.maker(value)) is not None:
+        if is_scalar and (node := flow.maker(value)) is not None and not _counts(flow, node):
             yield "loss", node.site, value.aval.dtype.name, MEANINGS["loss"]
 
 
@@ -296,9 +296,19 @@ def _accumulators(flow: Flow) -> Iterator[RiskySite]:
         is_added = node is not None and primitive(node.site.name).adds and reads_input
         if is_added and (of_gradients or _is_reduction(flow, terms)):
             yield "accumulator", node.site, dtype.name, _summed("calls", dtype)
+        elif node is not None and _counts(flow, node):
+            why = f"a count in {dtype.name} stops at {exact_up_to(dtype)}: keep it in int32 or float32"
+            yield "accumulator", node.site, dtype.name, why
         elif of_gradients and node.site.name == "reduce_sum" and dtype == np.float16:
             yield "sum", node.site, dtype.name, "a sum of gradients that is cast to float16, which overflows at 65504"
     yield from _unrolled(flow)
+
+
+def _counts(flow: Flow, node: Node) -> bool:
+    """Whether it adds a constant to a number that is an argument."""
+    terms = [flow.source(v, _passes) for v in node.reads]
+    is_sum = primitive(node.site.name).adds and len(terms) == 2 and not node.writes[0].aval.shape
+    return is_sum and {v.kind for v in terms} == {INPUT, CONSTANT}
 
 
 def _is_reduction(flow: Flow, terms: Iterable[Value]) -> bool:

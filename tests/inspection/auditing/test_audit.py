@@ -233,6 +233,7 @@ FAULTS = {
     "epsilon of a root": (lambda x: (x @ x) * jax.lax.rsqrt(x + 1e-8), (X,), ["epsilon"]),
     "epsilon of a quotient": (lambda x: (x @ x) / (jnp.sqrt(x) + 1e-8), (X,), ["epsilon"]),
     "cast epsilon": (lambda x: (x @ x) / (x + jnp.float32(1e-8).astype(F16)), (X,), ["epsilon"]),
+    "count": (lambda x, n: (x @ x, n + jnp.ones((), F16)), (X, np.float16(0)), ["accumulator"]),
     "rounded ids": (lambda t, i: t[i.astype(F16).astype(jnp.int32)] @ t.T, (TABLE, IDS), ["ids"]),
     "compared ids": (lambda x, i: (x @ x) * (i.astype(F16) == 3).astype(F16), (X, IDS), ["ids"]),
     "positions": (lambda x: (x @ x) * jnp.arange(4096).astype(F16)[:256], (X,), ["ids"]),
