@@ -17,6 +17,7 @@ from mpjax.inspection.auditing.amplified import amplified
 from mpjax.inspection.auditing.constants import Lost, are_unexplained, as_written, in_float32, lost_constants
 from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite_but, is_number
 from mpjax.inspection.nonfinite.provenance import (
+    MADE,
     CodeProbe,
     Provenance,
     Replay,
@@ -86,12 +87,14 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     kwargs = dict(kwargs or {})
     traced = trace_to_run("find_nonfinite", fun, args, kwargs)
     program = _Examined(traced, owners_of(traced.jaxpr, traced.names))
-    fault, outs = _search(program)
+    fault = _search(program)
     if fault is None:
         return None
-    in_float32_, written = (functools.partial(trace, fun, args, kwargs) for trace in (in_float32, as_written))
+    # The value before its derivative: a division by zero before that of a square root of zero.
+    program.fault = fault = min((fault, *program.replay.others(fault)), key=program.is_derivative)
+    in_float32_, written = (functools.cache(functools.partial(f, fun, args, kwargs)) for f in (in_float32, as_written))
     found, *others = (
-        _in_argument(program, each.number) if each.is_argument else _examined(program, each, outs, in_float32_, written)
+        _in_argument(program, each.number) if each.is_argument else _examined(program, each, in_float32_, written)
         for each in (fault, *program.others(fault))
     )
     # Another source may be the reason why an earlier result is not finite.
@@ -125,6 +128,8 @@ class _Examined:
         self.block, self.flow = lay_out(traced.jaxpr, owners=owners), flow_of(traced.jaxpr, owners)
         self.names, self.leaves = traced.names, [*traced.arrays, *self.block.consts]
         self.places = {place.number: place for place in self.block.places()}
+        self.fault: Provenance | None = None
+        self.codes: Sequence[int] = ()  # of the results
         self.replay: Replay
         self.watched = functools.cache(self._watched)
         self._evaluation: Eager | None = None
@@ -134,6 +139,16 @@ class _Examined:
         causes = [each for each in self.replay.others(fault) if each.is_argument or not each.iteration]
         by_line = {self._line(each): each for each in (*reversed(causes), fault)}
         return sorted({*by_line.values()} - {fault})[:_OTHERS]
+
+    def is_derivative(self, fault: Provenance) -> bool:
+        """Whether a source only computes a derivative in the forward pass."""
+        is_one = lambda node: _is_derivative_of_sqrt(self.flow, node) or _is_derivative(self.flow, node)  # noqa: E731
+        return fault.rank == MADE and is_one(self.node(fault))
+
+    def node(self, fault: Provenance) -> Node:
+        """The equation of a source."""
+        place = self.places[fault.number]
+        return next(node for node in self.flow.eqns if node.site.eqn is place.eqn and node.site.phase == place.phase)
 
     def _line(self, fault: Provenance) -> Any:
         place = self.places.get(fault.number)
@@ -180,16 +195,15 @@ class _Examined:
         return {n for n, p in self.places.items() if p.name == here.name and p.source == here.source}
 
 
-def _search(program: _Examined) -> tuple[Provenance | None, Sequence[int]]:
-    """The first fault, and the codes of the results. A program without `while` runs only once."""
+def _search(program: _Examined) -> Provenance | None:
+    """The first fault. A program without `while` runs only once."""
     has_while = any(place.name == "while" for place in program.places.values())
     trips = program.watched().trips if has_while else {}
     outs, notes = program.run(Eager(CodeProbe(program.block, trips)), program.leaves)
-    codes, arguments = jax.device_get((_codes(outs), _codes(program.leaves)))
+    program.codes, arguments = jax.device_get((_codes(outs), _codes(program.leaves)))
     arguments = list(map(code_of_argument, program.leaves, arguments))
-    fault, replay = first_fault(program.block, arguments, codes, jax.device_get(notes))
-    program.replay = replay
-    return fault, codes
+    program.fault, program.replay = first_fault(program.block, arguments, program.codes, jax.device_get(notes))
+    return program.fault
 
 
 def _first_that_reaches(program: _Examined, fault: Provenance, first: int, positions: int) -> int:
@@ -229,7 +243,7 @@ def _float32_is_fine(original: Callable[[], TracedCall]) -> bool | None:
     """
     try:
         traced = original()
-        if _search(_Examined(traced))[0] is None:
+        if _search(_Examined(traced)) is None:
             return True
     except Exception:  # The function may require half arguments.
         return None
@@ -238,21 +252,17 @@ def _float32_is_fine(original: Callable[[], TracedCall]) -> bool | None:
 
 
 def _examined(
-    program: _Examined,
-    fault: Provenance,
-    outs: Sequence[int],
-    in_float32: Callable[[], TracedCall],
-    original: Callable[[], TracedCall],
+    program: _Examined, fault: Provenance, in_float32: Callable[[], TracedCall], original: Callable[[], TracedCall]
 ) -> NonFinite:
     """The report of a fault: the ranges at its point, and the same point in float32.
 
-    `outs` are the codes of the program's results. The others trace the call in float32, and with constants as written.
+    The functions trace the call in float32, and with constants as written.
     """
     place, block, flow = program.places[fault.number], program.block, program.flow
     axes, eqn = dict(place.axes), place.eqn
     size = max(v.aval.size for v in eqn.outvars if is_inexact(v))
     _, here = program.point(fault)
-    if not fault.is_constant and here["count"] > 1:
+    if fault == program.fault and not fault.is_constant and here["count"] > 1:
         _, index, device = map(int, here["index"])
         first = device * size + index
         position = _first_that_reaches(program, fault, first, size * math.prod(axes.values()))
@@ -263,7 +273,7 @@ def _examined(
     reached, there = program.point(fault, tuple(here["index"]), wide=True) if half else (True, here)
     which, index, device = map(int, here["index"])
     out = [v.aval for v in eqn.outvars if is_inexact(v)][which]
-    node = next(node for node in flow.eqns if node.site.eqn is eqn and node.site.phase == place.phase)
+    node = program.node(fault)
     derivative = _is_derivative(flow, node)
     element = tuple(map(int, np.unravel_index(index, out.shape)))
     value = float(there["value"]) if reached else None
@@ -295,7 +305,7 @@ def _examined(
         doubtful=doubtful,
         rounding=_amplified_rounding(flow, place),
         index=_index_out_of_bounds(eqn, here["ranges"]),
-        where_gradient=_is_where_gradient(program, fault, outs),
+        where_gradient=_is_where_gradient(program, fault),
         float32_is_fine=functools.partial(_float32_is_fine, in_float32),
     )
     numbers = [v.aval for v in eqn.invars if is_number(v)]
@@ -404,12 +414,12 @@ def _primal(flow: Flow) -> set[int]:
     return found
 
 
-def _is_where_gradient(program: _Examined, fault: Provenance, outs: Sequence[int]) -> bool:
+def _is_where_gradient(program: _Examined, fault: Provenance) -> bool:
     """Whether a fault in the differentiated forward pass only matters because of the zero gradient of a `where`."""
     flow, place, entry = program.flow, program.places[fault.number], program.replay.entry(fault)
     if entry is None or (place.phase == FORWARD and "jvp(" not in place.module):
         return False
-    makers = [flow.maker(v) for v, code in zip(flow.outputs, outs, strict=True) if code]
+    makers = [flow.maker(v) for v, code in zip(flow.outputs, program.codes, strict=True) if code]
     are_gradients = all(maker is not None and maker.site.phase == BACKWARD for maker in makers)
     selects = any(node.site.name == "select_n" and node.site.phase == BACKWARD for node in flow.eqns)
     return selects and are_gradients and 0 in program.point(entry)[1]["operands"]

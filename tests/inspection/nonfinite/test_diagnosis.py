@@ -328,3 +328,24 @@ def test_a_cause_that_reaches_no_result_is_not_named():
 
     mask = np.array([0, -np.inf, 0], np.float32)
     assert find_nonfinite(loss, np.ones(3, np.float32), mask, ZERO).others == ()
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_the_value_comes_before_its_derivative(looped):
+    def unit(h, w):
+        h = h @ w
+        return h / jnp.linalg.norm(h), None
+
+    def loss(ws, h):
+        h = jax.lax.scan(unit, h, ws)[0] if looped else unit(h, ws[0])[0]
+        return jnp.sum(h)
+
+    found = find_nonfinite(jax.value_and_grad(loss), np.zeros((2, 4, 4), np.float32), X)
+    assert found.diagnosis.startswith("0/0")
+    assert (found.direction, found.source) == ("forward", f"test_diagnosis.py:{unit.__code__.co_firstlineno + 2}")
+
+
+def test_another_cause_is_measured_at_its_own_first_element():
+    loss = lambda x, y: jnp.sum(jnp.exp(x * 300)) + jnp.sum(jnp.log(y)) + jnp.sum(1 / y)
+    found = find_nonfinite(jax.value_and_grad(loss), np.array([0, 1, 1], np.float32), np.array([1, 0, 2], np.float32))
+    assert [text.partition("; ")[0].partition(": ")[2] for text in found.others] == ["log of zero", "division by zero"]
