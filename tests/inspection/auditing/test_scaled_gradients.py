@@ -118,7 +118,9 @@ def test_float16_gradients_are_unscaled_unless_something_scales_them_also_by_han
         "unscaled", jax.grad(lambda params, x, scale: loss(params, x) * scale), PARAMS, X, np.float32(1)
     )
     state = mpjax.dynamic_loss_scale(optax.sgd(0.1)).init(PARAMS)
-    assert not lines_of("unscaled", lambda params, x: mpjax.grad(loss, state)(params, x), PARAMS, X)
+    penalized = lambda params, x: loss(params, x) + jnp.sum(jax.grad(loss, 1)(params, x) ** 2)
+    for fun in (loss, penalized):
+        assert not lines_of("unscaled", lambda params, x, fun=fun: mpjax.grad(fun, state)(params, x), PARAMS, X)
 
 
 @pytest.mark.parametrize("divide", [over, lambda grads, scale: times(grads, 1 / scale)])
