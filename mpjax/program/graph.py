@@ -106,6 +106,11 @@ class Site:
         return source_line(self.eqn) or self.caller
 
     @property
+    def line(self) -> str:
+        """The user's line also for code of a library's loop or branch, which `Rules` don't match."""
+        return source_line(self.eqn, self.caller)
+
+    @property
     def label(self) -> str:
         """The primitive and its source line, as `exp at file.py:12`."""
         return f"{compat.name_of(self.eqn)} at {self.source or 'an unknown line'}"
@@ -193,7 +198,7 @@ def site_of(eqn: Any, around: Site | None = None, owners: Owners = NOBODY) -> Si
         return Site(eqn, 1, module_of(eqn), (), owners=owners)
     module, inside = join(around.module, module_of(eqn)), (*around.inside, around.name)
     devices = around.devices * replicas(around.eqn)
-    return Site(eqn, trip_count(around.eqn, around.times), module, inside, around.source, devices, around.owners)
+    return Site(eqn, trip_count(around.eqn, around.times), module, inside, around.line, devices, around.owners)
 
 
 class SubJaxpr(NamedTuple):

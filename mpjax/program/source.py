@@ -50,12 +50,15 @@ def join(*paths: str) -> str:
     return "/".join(path for path in paths if path)
 
 
-def source_line(eqn: Any) -> str:
-    """The user's line that an equation comes from, outside of libraries, as `file.py:12`; empty if unknown."""
+def source_line(eqn: Any, caller: str = "") -> str:
+    """The user's line that an equation comes from, outside of libraries, as `file.py:12`; empty if unknown.
+
+    `caller` is the line of the enclosing equation. An equation of a library's loop or branch may have no user's line.
+    """
     frames = compat.user_frames(eqn)
     which = informative_frame([frame.file_name for frame in frames])
-    if which is None:
-        return ""
+    if which is None or (caller and is_library_file(frames[which].file_name)):
+        return caller
     return f"{frames[which].file_name.rsplit('/', 1)[-1]}:{frames[which].start_line}"
 
 

@@ -141,7 +141,7 @@ def _risky(node: Node) -> str:
 
 
 def _place(site: Site) -> tuple[str, str]:
-    return site.path, site.source
+    return site.path, site.line
 
 
 def _loss(flow: Flow) -> Iterator[RiskySite]:

@@ -538,3 +538,15 @@ def test_an_optimizer_of_half_gradients_is_named_where_it_fails(dtype):
         F32: set(),
     }
     assert found == expected[dtype]
+
+
+@pytest.mark.standard_promotion  # optax's
+def test_the_line_is_the_users_where_a_librarys_branch_knows_none():
+    tx = optax.MultiSteps(optax.clip_by_global_norm(1.0), 1)
+
+    def step(grads, state):
+        return tx.update(grads, state)
+
+    grads = {"w": jnp.ones(3, F16)}
+    lines = [risk.source for risk in mpjax.audit(step, grads, tx.init(grads)).risks if risk.kind == "norm"]
+    assert lines == [f"test_audit.py:{step.__code__.co_firstlineno + 1}"]
