@@ -304,7 +304,7 @@ def _examined(
         instead=", ".join(dict.fromkeys(lost.instead for lost in constants)),
         doubtful=doubtful,
         rounding=_amplified_rounding(flow, place),
-        index=_index_out_of_bounds(eqn, here["ranges"]),
+        index=_index_out_of_bounds(flow, node, here["ranges"]),
         where_gradient=_is_where_gradient(program, fault),
         float32_is_fine=functools.partial(_float32_is_fine, in_float32),
     )
@@ -313,7 +313,7 @@ def _examined(
     return NonFinite(
         primitive=place.name,
         module=place.path,
-        source=place.source,
+        source=place.line,
         kind=evidence.kind,
         diagnosis=diagnosis_of(evidence),
         direction="backward" if evidence.backward or evidence.where_gradient else "forward",
@@ -349,14 +349,19 @@ def _lost_constants(
     return near or [lost for lost in found if abs(lost.value) != 1], any(c in (0, 1) for c in outside) or unexplained
 
 
-def _index_out_of_bounds(eqn: Any, ranges: Sequence[Any]) -> str:
+def _index_out_of_bounds(flow: Flow, node: Node, ranges: Sequence[Any]) -> str:
     """The index with which a gather reads outside of an array, in words; empty if there is none."""
-    if eqn.primitive.name != "gather" or len(axes := eqn.params["dimension_numbers"].start_index_map) != 1:
+    eqn = node.site.eqn
+    if node.site.name != "gather" or len(axes := eqn.params["dimension_numbers"].start_index_map) != 1:
         return ""
     size, (low, high, *_) = eqn.invars[0].aval.shape[axes[0]], ranges[1]
     last = size - eqn.params["slice_sizes"][axes[0]]
     bad = [int(i) for i in (high, low) if not 0 <= i <= last]
-    return f"index {bad[0]} of an axis of {size}" if bad else ""
+    # NumPy's indexing adds the size to a negative one.
+    is_move = lambda each: each.site.name in ("reshape", "broadcast_in_dim", "convert_element_type")  # noqa: E731
+    maker = flow.maker(flow.source(node.reads[1], is_move))
+    added = size if maker is not None and maker.site.name == "select_n" and bad and bad[0] < 0 else 0
+    return f"index {bad[0] - added} of an axis of {size}" if bad else ""
 
 
 def _cast_argument(program: _Examined, node: Node) -> str:

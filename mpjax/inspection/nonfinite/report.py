@@ -221,8 +221,10 @@ def _diagnosis(found: Symptoms) -> str:
     if found.derivative and cause and not found.of_sqrt:
         cause = f"a derivative that is not finite here: {cause}"
     value = found.local if found.float32 is None else found.float32
-    if not cause and found.half is None and found.kind == "inf" and found.primitive in GROWING:
+    if not cause and not math.isfinite(value) and found.kind == "inf" and found.primitive in GROWING:
         cause = "overflow of the operation's own dtype"
+        terms = f" {_SIGNS[found.primitive]} ".join(map(number, found.operands)) if found.primitive in _SIGNS else ""
+        cause += f" ({terms})" if terms and all(map(math.isfinite, found.operands)) else ""
     causes = [cause] if cause else []
     if not math.isfinite(value):
         fine = found.float32_is_fine() if found.half else False
@@ -264,6 +266,9 @@ def _named(found: Symptoms) -> list[str]:
 
 # From finite operands, an infinite result of these is an overflow.
 GROWING = "mul add sub add_any dot_general conv_general_dilated reduce_sum cumsum integer_pow square".split()
+
+
+_SIGNS = {"add": "+", "add_any": "+", "sub": "-", "mul": "*"}
 
 
 def number(value: float) -> str:
@@ -308,12 +313,18 @@ def _cause(primitive: str, operands: tuple[float, ...], kind: str) -> str:
             return f"a fractional power of a negative number ({number(x)})"
         case "asin" | "acos" | "atanh" | "erf_inv" if abs(x) >= 1:
             return f"{primitive} of {number(x)}, outside its domain"
+        case "acosh" if x < 1:
+            return f"{primitive} of {number(x)}, outside its domain"
         case "exp" | "exp2" | "expm1" if kind == "inf":
             return f"exponential of {number(x)}" if math.isfinite(x) else ""
         case "sub" | "add" | "add_any" if kind == "nan":
             return "inf - inf"
         case "mul" if kind == "nan":
             return "0 * inf"
+        case "cholesky":
+            return "its matrix is not positive definite"
+        case "custom_linear_solve" | "triangular_solve":
+            return "its matrix is singular"
         case "gather" if kind == "nan":
             return "an index out of bounds, for which jnp.take and x[i] in mode 'fill' return NaN"
     return ""

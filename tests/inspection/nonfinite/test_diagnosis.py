@@ -349,3 +349,23 @@ def test_another_cause_is_measured_at_its_own_first_element():
     loss = lambda x, y: jnp.sum(jnp.exp(x * 300)) + jnp.sum(jnp.log(y)) + jnp.sum(1 / y)
     found = find_nonfinite(jax.value_and_grad(loss), np.array([0, 1, 1], np.float32), np.array([1, 0, 2], np.float32))
     assert [text.partition("; ")[0].partition(": ")[2] for text in found.others] == ["log of zero", "division by zero"]
+
+
+def symmetric(x, sign):
+    return jnp.diag(x) * sign
+
+
+CAUSES = {
+    "index -100 of an axis of 3 is out of bounds": lambda x: jnp.sum(jnp.take(x, jnp.array([0, -100]))),
+    "index 7 of an axis of 3 is out of bounds": lambda x: jnp.sum(jnp.take(x, jnp.array([0, 7]))),
+    "its matrix is not positive definite": lambda x: jnp.sum(jnp.linalg.cholesky(symmetric(x, -1))),
+    "its matrix is singular": lambda x: jnp.sum(jnp.linalg.solve(symmetric(x, 0), x)),
+    "acosh of 0.5, outside its domain": lambda x: jnp.sum(jnp.arccosh(x / 2)),
+    "overflow of the operation's own dtype (-3.4e+38 + -3.4e+38)": lambda x: jnp.max(x * -3.4e38 + x * -3.4e38),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_cause_is_in_the_words_of_the_operation(cause):
+    found = find_nonfinite(CAUSES[cause], np.ones(3, np.float32))
+    assert found.diagnosis.startswith(cause)

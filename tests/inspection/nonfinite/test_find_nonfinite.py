@@ -44,7 +44,8 @@ def test_an_overflow_of_half_is_found_with_its_float32_value():
     assert (found.inputs[0].min, found.inputs[0].max, found.inputs[0].dtype) == (1.0, 302.0, "float16")
     assert find_nonfinite(square, x.astype(jnp.bfloat16)) is None
     huge = find_nonfinite(square, full((2, 2), 1e38, jnp.bfloat16))
-    assert huge.diagnosis == "float32 fails too: check the data or the model"
+    overflow = "overflow of the operation's own dtype (9.969e+37 * 9.969e+37)"
+    assert huge.diagnosis == f"{overflow}; float32 fails too: check the data or the model"
 
 
 def test_the_iteration_is_that_of_a_scan_and_of_a_nested_reverse_scan_with_a_branch():
