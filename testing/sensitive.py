@@ -29,12 +29,18 @@ Draw = Callable[..., Any]
 class Kind(NamedTuple):
     """A loss function with its parameters and its batch.
 
-    The loss may take the precision of those matmuls that careful authors keep in float32, `exact`.
+    The loss may take the precision of those matmuls that careful authors keep in float32, `exact`. No two are equal.
     """
 
     loss: Loss
     params: Any
     batch: Any
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
 
 
 def kind(build: Callable[[Draw], tuple[Loss, Any, Any]]) -> Any:
@@ -60,16 +66,24 @@ def error_of_by_hand(kind: Kind, cast: Callable[[Loss], Loss], half: Any, of_gra
         half: The dtype of the casts by hand.
         of_gradient: Whether the gradient is cast, and not the loss before it is differentiated.
     """
-    args = jax.tree.leaves((kind.params, kind.batch))
+    given = cast(gradient(kind.loss)) if of_gradient else gradient(cast(kind.loss))
+    ratio = _measured(kind, half)(jax.make_jaxpr(given)(kind.params, kind.batch))
+    assert ratio is not None, "casts by hand lose the gradient"
+    return ratio
+
+
+@functools.lru_cache(maxsize=1)
+def _traced(kind: Kind) -> Any:
+    """The gradient in float32."""
     careful = kind.loss
     if "exact" in inspect.signature(kind.loss).parameters:
         careful = functools.partial(kind.loss, **{"exact": "highest"})
-    plain = jax.make_jaxpr(gradient(careful))(kind.params, kind.batch)
-    given = cast(gradient(kind.loss)) if of_gradient else gradient(cast(kind.loss))
-    found = jax.make_jaxpr(given)(kind.params, kind.batch)
-    ratio = by_hand.ratio(plain, found, args, half, draws=1)
-    assert ratio is not None, "casts by hand lose the gradient"
-    return ratio
+    return jax.make_jaxpr(gradient(careful))(kind.params, kind.batch)
+
+
+@functools.lru_cache(maxsize=2)  # for both half dtypes
+def _measured(kind: Kind, half: Any) -> Callable[[Any], float | None]:
+    return by_hand.measured(_traced(kind), jax.tree.leaves((kind.params, kind.batch)), half, draws=1)
 
 
 Measures = Sequence[Callable[[Any], float | None]]
