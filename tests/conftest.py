@@ -38,6 +38,8 @@ from jax._src.lru_cache import LRUCache
 from jax.experimental.compilation_cache import compilation_cache
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.sampling import EVERY
+
 threadpoolctl.threadpool_limits(1, user_api="blas")
 jax.config.update("jax_compilation_cache_dir", os.environ["MPJAX_COMPILED"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -98,10 +100,6 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 20)
 
 
-# One in so many cases of each parametrised test runs. Not an option of pytest: tests start pytest on other folders.
-EVERY = int(os.environ.get("MPJAX_EVERY", "1"))
-
-
 def _deselect(config, items, kept):
     config.hook.pytest_deselected(items=[item for item, keep in zip(items, kept, strict=True) if not keep])
     items[:] = [item for item, keep in zip(items, kept, strict=True) if keep]
@@ -145,7 +143,6 @@ class ByGroup(LoadScopeScheduling):
 
     def _split_scope(self, nodeid):
         return process_group(nodeid)
-
 
 @pytest.hookimpl(optionalhook=True)  # `-p no:xdist` has no such hook
 def pytest_xdist_make_scheduler(config, log):

@@ -9,16 +9,17 @@ import jax
 import pytest
 
 from testing.random_training import Rejected, check, numbered_case
+from tests.sampling import EVERY
 
 EXAMPLES = 200
-# CI runs half of them with the oldest JAX, the others with the newest.
-IS_NEWEST = jax.__version_info__ >= (0, 12)
+# The newest JAX runs the odd ones, the oldest the others, of which CI draws some.
+NUMBERS = range(int(jax.__version_info__ >= (0, 12)), EXAMPLES, 2 * EVERY)
 
 
 @pytest.mark.slow
 def test_random_training_programs():
     outcomes = collections.Counter()
-    for number in range(int(IS_NEWEST), EXAMPLES, 2):
+    for number in NUMBERS:
         case = numbered_case(number)
         try:
             outcomes[check(case)] += 1
@@ -27,6 +28,6 @@ def test_random_training_programs():
         except AssertionError as failure:
             failure.add_note(f"example {number}:\n{case!r}")
             raise
-    # Nearly all of those in float32 are compared bitwise.
+    # Nearly all of those in float32 are compared bitwise. Of few draws, chance may reject more.
     examined = sum(outcomes.values()) - outcomes["rejected"]
-    assert outcomes["bitwise"] + outcomes["half"] > 0.9 * examined > 0.8 * EXAMPLES / 2
+    assert outcomes["bitwise"] + outcomes["half"] > 0.9 * examined > (0.8 if EVERY == 1 else 0.6) * len(NUMBERS)

@@ -7,10 +7,11 @@ from mpjax.casting import classify, infer
 from mpjax.casting.lattice import Level
 from mpjax.program.primitives import Op
 from testing.random_programs import Case, Failure, Rejected, cases, check
+from tests.sampling import EVERY
 
 # One shrunk failure is reported at a time: each costs as much as many examples.
 _OPTIONS = settings(
-    max_examples=200,
+    max_examples=200 // EVERY,
     derandomize=True,
     database=None,
     deadline=None,
