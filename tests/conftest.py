@@ -135,14 +135,25 @@ def process_group(nodeid: str) -> str:
     return next((folder for folder in SHARING if file.startswith(folder)), file)
 
 
+# Files with one or two tests of many seconds. Last in the queue, one process would run them while the other waits.
+LONG = ("tests/test_random_training.py", "tests/test_types.py")
+
+
 class ByGroup(LoadScopeScheduling):
-    """The largest groups start first, and the many small ones of the zoo fill whichever process is free.
+    """Few long tests start first, then the largest groups; the small ones of the zoo fill whichever process is free.
 
     Marks do not group tests: `--dist loadgroup` ignores them with pytest 9.2 and pytest-xdist 3.8.
     """
 
     def _split_scope(self, nodeid):
         return process_group(nodeid)
+
+    def _assign_work_unit(self, node):
+        for group in LONG:
+            if group in self.workqueue:
+                self.workqueue.move_to_end(group, last=False)
+        super()._assign_work_unit(node)
+
 
 @pytest.hookimpl(optionalhook=True)  # `-p no:xdist` has no such hook
 def pytest_xdist_make_scheduler(config, log):
