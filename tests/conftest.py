@@ -40,6 +40,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.sampling import EVERY
 
+gc.disable()  # while tests are collected: nearly all objects stay
 threadpoolctl.threadpool_limits(1, user_api="blas")
 jax.config.update("jax_compilation_cache_dir", os.environ["MPJAX_COMPILED"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -98,6 +99,7 @@ def pytest_collection_finish():
     # Tracing allocates so much that the default thresholds spend an eighth of the tests' time on collections.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 def _deselect(config, items, kept):
