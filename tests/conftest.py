@@ -1,6 +1,7 @@
 """Set-up of the tests: four CPU devices, quick compilation, strict dtype promotion, process groups, a GPU marker."""
 
 import collections
+import contextlib
 import functools
 import gc
 import os
@@ -38,6 +39,7 @@ from jax._src.lru_cache import LRUCache
 from jax.experimental.compilation_cache import compilation_cache
 from xdist.scheduler import LoadScopeScheduling
 
+from tests import quick_kernels
 from tests.sampling import EVERY
 
 gc.disable()  # while tests are collected: nearly all objects stay
@@ -91,7 +93,11 @@ for _module, _name in PROMOTING:
 def pytest_runtest_protocol(item):
     """Runs a test, its fixtures included, under strict dtype promotion unless it is marked `standard_promotion`."""
     standard = item.get_closest_marker("standard_promotion") or item.nodeid.startswith(STANDARD_PROMOTION)
-    with jax.numpy_dtype_promotion("standard" if standard else "strict"):
+    quick = quick_kernels.IS_OLDEST and item.nodeid.startswith(quick_kernels.FOLDERS)
+    with (
+        jax.numpy_dtype_promotion("standard" if standard else "strict"),
+        quick_kernels.quick_kernels() if quick else contextlib.nullcontext(),
+    ):
         return (yield)
 
 

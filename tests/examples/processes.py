@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from examples.common import loop
+from tests.quick_kernels import FLAGS
 
 REPOSITORY = Path(__file__).parents[2]
 KILLS = int(os.environ.get("MPJAX_KILLS", "1"))  # of each script
@@ -28,7 +29,7 @@ def start(program: str, *flags: str, devices: int = 1, **variables: str) -> subp
         os.environ
         | variables
         | {
-            "XLA_FLAGS": f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}",
+            "XLA_FLAGS": f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}{FLAGS}",
             "PYTHONPATH": str(REPOSITORY),
             "JAX_COMPILATION_CACHE_DIR": str(Path(jax.config.values["jax_compilation_cache_dir"], "scripts")),
         }
