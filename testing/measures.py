@@ -181,31 +181,11 @@ def residual_bytes(fun: Any, *args: Any, has_aux: bool = False) -> int:
 
     traced, shapes = jax.make_jaxpr(forward, return_shape=True)(*args)
     jaxpr: Any = getattr(traced, "jaxpr", traced)
-    values, residuals = shapes[:2]
-    first, count = (len(jax.tree.leaves(tree)) for tree in (values, residuals))
-    backward = jax.make_jaxpr(lambda kept, ct: kept(ct))(residuals, values)
-    read = _inputs_read(getattr(backward, "jaxpr", backward))
-    kept = [v for v, used in zip(jaxpr.outvars[first : first + count], read, strict=False) if used]
+    first, count = (len(jax.tree.leaves(tree)) for tree in shapes[:2])
+    kept = jaxpr.outvars[first : first + count]
     outside = {*jaxpr.invars, *jaxpr.constvars, *_filled(jaxpr)}
     unique = {v for v in kept if not _is_literal(v)} - outside
     return sum(v.aval.size * v.aval.dtype.itemsize for v in unique)
-
-
-def _inputs_read(jaxpr: Any) -> list[bool]:
-    """Whether the compiled program reads each input: a packed array's original is there for its derivative alone."""
-    read = {v for v in jaxpr.outvars if not _is_literal(v)}
-    for eqn in jaxpr.eqns:
-        operands = [True] * len(eqn.invars)
-        if eqn.primitive.name == "restored":
-            operands = [False, *operands[1:]]
-        elif "jaxpr" in eqn.params:
-            inner = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
-            operands = _inputs_read(inner) if len(inner.invars) == len(operands) else operands
-        elif "branches" in eqn.params:
-            branches = [_inputs_read(getattr(branch, "jaxpr", branch)) for branch in eqn.params["branches"]]
-            operands = [True, *map(any, zip(*branches, strict=True))]
-        read |= {v for v, used in zip(eqn.invars, operands, strict=True) if used and not _is_literal(v)}
-    return [v in read for v in jaxpr.invars]
 
 
 def _is_literal(v: Any) -> bool:

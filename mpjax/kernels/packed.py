@@ -187,17 +187,27 @@ def _power_of_two(exponents: Any) -> Any:
     return lax.bitcast_convert_type(jnp.clip(exponents, _LEAST, _MOST) + _BIAS << _MANTISSA_BITS, np.float32)
 
 
-restored = Primitive("restored")
-
-
-def _restored(x: Any, *kept: Any) -> Any:
-    return unpack(Packed(*kept), x.dtype)
-
-
-# The first operand, the array itself, is for the derivative alone: a packed array has none, and the derivative of a
-# derivative needs one. The compiled program doesn't read it, so it stores the packed form only.
+# A packed array has no derivative, and the derivative of a derivative needs one: that of an array of no bytes, which
+# stands for the array itself.
+unstored, restored = Primitive("unstored"), Primitive("restored")
+vars(unstored)["in_float32"] = lambda x: x
 vars(restored)["in_float32"] = lambda x, *kept: x
-define(restored, _restored, lambda x, *kept: x, functools.partial(_batch, restored))
+define(
+    unstored,
+    lambda x: jnp.zeros((*x.shape, 0), np.int8),
+    lambda x: x.update(dtype=compat.Empty(x.dtype), weak_type=False),
+    functools.partial(_batch, unstored),
+)
+unstored.def_impl(jax.jit(unstored.bind))
+set_derivative(unstored, lambda primals, tangents, out, params: tangents[0], (0,), lambda ct, x: [ct])
+
+
+define(
+    restored,
+    lambda empty, *kept: unpack(Packed(*kept), empty.dtype.tangent),
+    lambda empty, *kept: empty.update(dtype=empty.dtype.tangent),
+    functools.partial(_batch, restored),
+)
 set_derivative(
     restored,
     lambda primals, tangents, out, params: tangents[0],
@@ -272,8 +282,8 @@ def remembered_matmul(
             rest = arrays[2 + len(lows) :]
             of = functools.partial(_moved_product, i, primitive, {**params, "half": half, "wide": wide})
             if 1 - i in packs:
-                of_packed = lambda x, packed, *others, of=of: of(restored.bind(x, *packed), *others)  # noqa: E731
-                args = arrays[1 - i], packs[1 - i], move, *rest
+                of_packed = lambda empty, packed, *others, of=of: of(restored.bind(empty, *packed), *others)  # noqa: E731
+                args = unstored.bind(arrays[1 - i]), packs[1 - i], move, *rest
                 parts.append(compat.checkpoint(of_packed, args, (False, prevent_cse, *(False for _ in args[2:])), None))
             else:
                 parts.append(of(arrays[1 - i], move, *rest))
@@ -294,13 +304,13 @@ def tangent_of(fun: Callable[..., Any], checkpoint: Callable[..., Any]) -> Calla
 
     Args:
         fun: The function.
-        checkpoint: `checkpoint(function, arrays, packs, moves)` calls a function under `jax.checkpoint`.
+        checkpoint: `checkpoint(function, kept, packs, moves)` calls a function under `jax.checkpoint`.
     """
 
     @functools.cache
     def at(indices: tuple[int, ...]) -> Callable[..., Any]:
-        def tangents(arrays: Sequence[Any], packs: Mapping[int, Any], moves: Sequence[Any]) -> Any:
-            arrays = [_restored_from(x, packs[i]) if i in packs else x for i, x in enumerate(arrays)]
+        def tangents(kept: Sequence[Any], packs: Mapping[int, Any], moves: Sequence[Any]) -> Any:
+            arrays = [_restored_from(x, packs[i]) if i in packs else x for i, x in enumerate(kept)]
             scopes = compat.in_scopes()  # without a mark of `jax.jvp`
 
             def moved(*moving: Any) -> Any:
@@ -316,10 +326,9 @@ def tangent_of(fun: Callable[..., Any], checkpoint: Callable[..., Any]) -> Calla
     def tangent(arrays: Sequence[Any], packs: Mapping[int, Any], moves: Mapping[int, Any]) -> Sequence[Any]:
         # A half copy has a derivative of its own, so nothing else is kept of its array.
         copies = {i: copy for i, (copy, *exponents) in packs.items() if not exponents}
-        kept = [copies.get(i, x) for i, x in enumerate(arrays)]
-        outs: Sequence[Any] = checkpoint(
-            at(tuple(moves)), kept, {i: () if i in copies else x for i, x in packs.items()}, list(moves.values())
-        )
+        packs = {i: () if i in copies else packed for i, packed in packs.items()}
+        kept = [copies[i] if i in copies else unstored.bind(x) if i in packs else x for i, x in enumerate(arrays)]
+        outs: Sequence[Any] = checkpoint(at(tuple(moves)), kept, packs, list(moves.values()))
         return outs
 
     return tangent

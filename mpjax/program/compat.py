@@ -6,6 +6,7 @@ No other file of mpjax imports `jax._src` or checks the version.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -15,19 +16,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
-from jax._src import config, dispatch, source_info_util, traceback_util
+import numpy as np
+from jax._src import config, core, dispatch, dtypes, source_info_util, traceback_util
 from jax._src import linear_util as lu
 from jax._src.core import NamedAxisEffect, get_axis_env, no_effects, shaped_abstractify
 from jax._src.core import set_current_trace as set_current_trace
 from jax._src.core import trace_ctx as trace_ctx
 from jax._src.dtypes import canonicalize_value
-from jax._src.interpreters import ad, mlir
+from jax._src.earray import EArray
+from jax._src.interpreters import ad, mlir, pxla
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.lax import _convert_element_type, canonicalize_precision
 from jax._src.lax.lax import ragged_dot_general_p as ragged_dot_general_p
 from jax._src.mesh import get_abstract_mesh
 from jax._src.mesh import use_abstract_mesh as use_abstract_mesh
 from jax._src.shard_map import ShardMapTrace, _as_manual_mesh, _extend_axis_env
+from jax._src.sharding_impls import physical_sharding
+from jax._src.tree_util import dispatch_registry
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -883,6 +888,62 @@ def equations_behind(arrays: Any) -> list[TracedEquation]:
             needed |= {variable_of(x) for x in eqn.invars} - {None}
             found.append(eqn)
     return found
+
+
+class _EmptyArray(EArray):
+    nbytes = 0
+
+
+# How JAX passes an array to a compiled function, and what a program that closes over one contains.
+pxla.shard_arg_handlers[_EmptyArray] = pxla.shard_arg_handlers[EArray]
+core.pytype_aval_mappings[_EmptyArray] = core.pytype_aval_mappings[EArray]
+dtypes.canonicalize_value_handlers[_EmptyArray] = lambda x: x
+dispatch_registry.register_node(_EmptyArray, lambda x: ((x._data,), x.aval), lambda aval, xs: _EmptyArray(aval, xs[0]))
+mlir.register_constant_handler(
+    _EmptyArray, lambda x, aval: mlir.get_constant_handler(np.ndarray)(np.zeros((*x.shape, 0), np.int8), aval)
+)
+
+
+class _EmptyRules:
+    allow_conversion = False
+
+    @staticmethod
+    def physical_element_aval(dtype: Any) -> Any:
+        return core.ShapedArray((0,), np.dtype(np.int8))
+
+    @staticmethod
+    def tangent_dtype(dtype: Any) -> Any:
+        return dtype.tangent
+
+    @staticmethod
+    def zero(dtype: Any) -> Any:
+        with jax.ensure_compile_time_eval():
+            return _EmptyArray(core.ShapedArray((), dtype), jax.numpy.zeros(0, np.int8))
+
+    @staticmethod
+    def global_sharded_result_handler(aval: Any, sharding: Any, committed: bool) -> Any:
+        make = pxla.global_result_handlers[core.ShapedArray]
+        stored = make(core.physical_aval(aval), physical_sharding(aval, sharding), committed)
+        return stored.wrap(functools.partial(_EmptyArray, aval))
+
+
+@dataclasses.dataclass(frozen=True)
+class Empty(dtypes.ExtendedDType):
+    """The dtype of arrays that take no memory. Their derivatives have elements of another dtype.
+
+    Args:
+        tangent: The dtype of their derivatives.
+    """
+
+    tangent: Any
+    _rules = _EmptyRules
+    type = jax.dtypes.extended
+    itemsize = 0
+
+    @property
+    def name(self) -> str:
+        """The name in printed programs."""
+        return f"empty[{self.tangent}]"
 
 
 def example(aval: Any, dtype: Any = None) -> Any:

@@ -337,7 +337,9 @@ def is_low(x: Any) -> bool:
 
 
 def widened(x: Any) -> Any:
-    """A half array cast to float32; any other value unchanged."""
+    """A half array cast to float32, zeros for an array that takes no memory; any other value unchanged."""
+    if isinstance(getattr(_aval(x), "dtype", None), compat.Empty):
+        return jnp.zeros(x.shape, np.float32)
     if not is_half(x):
         return x
     return np.asarray(x, np.float32) if in_host_memory(x) else lax.convert_element_type(x, np.float32)
@@ -362,7 +364,7 @@ def bind_wide(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     if (in_float32 := getattr(eqn.primitive, "in_float32", None)) is not None:
         return [in_float32(*map(widened, arrays), **eqn.params)]
     if not any(map(is_half, (*eqn.invars, *eqn.outvars))):
-        return bind(eqn, arrays)
+        return list(map(widened, bind(eqn, arrays)))
     if name == "reduce_precision":
         return [widened(arrays[0])]
     if primitive(name).bits or primitive(name).op is Op.OPAQUE:

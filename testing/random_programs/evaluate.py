@@ -569,6 +569,12 @@ def _dot_general(eqn: Any, a: Array, b: Array) -> Array:
     return out.reshape((*batch, *(a.shape[i] for i in free_a), *(b.shape[i] for i in free_b)))
 
 
+def _restored(eqn: Any, x: Array, kept: Array, exponents: Array | None = None) -> Array:
+    if exponents is None:
+        return kept
+    return kept * np.repeat(np.ldexp(1.0, exponents), kept.shape[-1] // exponents.shape[-1], axis=-1)
+
+
 def _float8_scale(eqn: Any, x: Array) -> Array:
     """`max|x| / limit`, rounded up to four significant bits."""
     amax = np.float32(np.max(np.abs(x), initial=0.0))
@@ -783,7 +789,8 @@ _RULES.update(
             ("detached", "matmul_result", "straight_through", "aligned", "rounded_cotangent", "unscaled", "unfused"),
             lambda eqn, x, *operands: x,
         ),
-        "restored": lambda eqn, x, *kept: kept[0] if len(kept) == 1 else None,
+        "unstored": lambda eqn, x: x,
+        "restored": _restored,
         "float8_scale": _float8_scale,
         "float8_quantise": _float8_quantise,
         "float8_rescale": lambda eqn, x, scale: x * scale,

@@ -186,6 +186,43 @@ def test_every_transformation_inside(fun):
     assert bytes_of[1] < {checkpointed_scan: 0.8, on_devices: 0.95, branched: 0.95}.get(fun, 0.65) * bytes_of[0]
 
 
+@pytest.mark.parametrize("fun", LOSSES, ids=lambda fun: fun.__name__)
+@pytest.mark.parametrize("how", ["returned by jit", "of a jit", "of jax.linearize"])
+def test_what_is_kept_between_compiled_functions_takes_eight_bits(how, fun):
+    """The half arrays were results of the `jit` too, for derivatives of derivatives."""
+    w, x = weights(), normal(32, 64, seed=2)
+
+    def kept_bytes(residuals):
+        of = cast(fun, residuals)
+        kept = {
+            "returned by jit": lambda: jax.jit(lambda w, x: jax.vjp(of, w, x)[1])(w, x),
+            "of a jit": lambda: jax.vjp(jax.jit(of), w, x)[1],
+            "of jax.linearize": lambda: jax.linearize(jax.jit(of), w, x)[1],
+        }[how]()
+        return sum(each.nbytes for each in jax.tree.leaves(kept) if each.dtype != jnp.float32)
+
+    assert 0 < kept_bytes("int8") < 0.6 * kept_bytes("half")
+
+
+def test_what_is_kept_may_be_an_argument_or_a_constant_of_a_compiled_function():
+    w, x = weights(), normal(32, 64, seed=2)
+    fun = jax.jit(cast(loss, "int8"))
+    kept = jax.jit(lambda w: jax.vjp(lambda w: fun(w, x), w)[1])(w)
+    (expected,) = kept(1.0)
+    calls = {
+        "a constant": lambda: jax.jit(lambda: kept(1.0))(),
+        "an argument": lambda: jax.jit(lambda kept: kept(1.0))(kept),
+        "of vmap": lambda: [[dw[1] for dw in jax.vmap(kept)(np.float32([2, 1]))[0]]],
+    }
+    for how, call in calls.items():
+        assert measures.relative_error(call()[0], expected) < ROUNDING["int8"], how
+
+
+def test_numerics_enters_branches_that_keep_different_arrays():
+    report = mpjax.numerics(cast(branched, "int8"), weights(), normal(32, 64, seed=2))
+    assert report.gradients
+
+
 def penalty(fun):
     return lambda w, x: jnp.sum(jax.grad(fun, 1)(w, x) ** 2)
 
