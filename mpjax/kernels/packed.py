@@ -276,6 +276,8 @@ def remembered_matmul(
 
     def tangent(arrays: Sequence[Any], packs: Mapping[int, Packed], moves: Mapping[int, Any]) -> Sequence[Any]:
         parts: list[Any] = []
+        for i, low in zip(lows, arrays[2:], strict=False):  # The backward pass reads the copies of the forward pass.
+            weight_gradients.remember_copy(low, arrays[i])
         for i, move in moves.items():
             if i > 1:  # The half copy of a parameter, which has the parameter's derivative.
                 continue

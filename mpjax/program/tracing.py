@@ -18,12 +18,13 @@ from mpjax.program.source import traceback_line
 
 @dataclasses.dataclass
 class TracedCall:
-    """A traced function: its jaxpr, the arrays it was called with, and how to rebuild its result."""
+    """A traced function of arrays: its jaxpr, the arrays it was called with, and how to rebuild its result."""
 
     jaxpr: Any
     arrays: Sequence[Any]
     names: Sequence[str]
     rebuild: Callable[[Sequence[Any]], Any]
+    fun: Callable[..., Sequence[Any]]
 
 
 def is_array(x: Any) -> bool:
@@ -71,7 +72,7 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
         raise TypeError(_needs_a_value(fun, error)) from error
     if half is not None:
         derivative_rules.remember(jaxpr, out["rules"])
-    return TracedCall(jaxpr, arrays, [jax.tree_util.keystr(leaves[i][0]) for i in where], out["rebuild"])
+    return TracedCall(jaxpr, arrays, [jax.tree_util.keystr(leaves[i][0]) for i in where], out["rebuild"], flat)
 
 
 def _needs_a_value(fun: Callable[..., Any], error: Exception) -> str:

@@ -143,6 +143,21 @@ def test_residuals_take_little_more_than_a_byte_an_element(name):
     assert PACKINGS[name].dtype.name in mpjax.audit(cast(loss, name), w, x).residuals
 
 
+@pytest.mark.parametrize("moved", [lambda w: w[0], lambda w: w[1].T, lambda w: w.reshape(128, 64)[64:]])
+def test_audit_counts_the_half_copies_of_moved_parameters(moved):
+    """The backward pass read the parameter, and cast it a second time."""
+
+    def layers(w, x):
+        return jnp.mean(jnp.tanh(jnp.tanh(x @ moved(w)) @ moved(w)) ** 2)
+
+    w, x = normal(2, 64, 64, scale=0.1), normal(32, 64)
+    fun = cast(layers, "int8")
+    assert "float32" not in mpjax.audit(cast(layers, "half"), w, x).residuals
+    found = [mpjax.audit(each, w, x).residuals for each in (fun, jax.grad(fun))]
+    assert found[0] == found[1]
+    assert "float32" not in found[0]
+
+
 def scanned(w, x):
     return jnp.mean(jax.lax.scan(lambda h, _: (h + layer(w, h), None), x, None, length=3)[0] ** 2)
 

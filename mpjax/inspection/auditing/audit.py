@@ -216,8 +216,7 @@ def _scores(fun: Callable[..., Any], args: Any, kwargs: Any, residuals: list[Val
     trial = Trial({"attention": "fused" if compat.platform() in ("cuda", "gpu") else "xla"})
     with contexts.trial(trial), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The first trace has warned.
-        read = _read(fun, args, kwargs)
-    fused, _, _ = _residuals(*read)
+        fused, _, _ = _residuals(*_read(fun, args, kwargs))
     # Arrays with an element for each score of an attention that is fused, for all layers of a scan or all devices.
     kept, needed = (
         collections.Counter(v.bytes for v in values if any(v.aval.size % count == 0 for count in trial.scores))
@@ -238,11 +237,10 @@ def gradient_of(program: TracedCall) -> Callable[..., Any] | None:
         return None
     if outs[0] == 0 and not opened.outvars[0].aval.shape:
         outs = outs[:1]
-    call = jax.extend.core.jaxpr_as_fun(program.jaxpr)
 
     def gradient(*arrays: Any) -> Any:
         def results(chosen: list[Any]) -> list[Any]:
-            outputs = call(*filled(arrays, first, chosen))
+            outputs = program.fun(*filled(arrays, first, chosen))
             return [outputs[i] for i in outs]
 
         values, pullback = jax.vjp(results, [arrays[i] for i in first])
