@@ -39,7 +39,8 @@ class Packing(NamedTuple):
     Args:
         dtype: The dtype of elements.
         longest: The largest block: a longer one loses small elements beside a large one.
-        top: The largest element of a block is from 2 to this power to twice that.
+        top: The largest element of a block is from 2 to this power to twice that; with stochastic rounding to int8, a
+            hundredth less.
         stochastic: Whether elements are rounded up or down at random, so that gradients have no bias.
     """
 
@@ -107,18 +108,21 @@ def pack(x: Any, packing: Packing) -> Packed:
         >>> [unpack(pack(x, each), x.dtype)[0, :4].astype(float).tolist() for each in both]
         [[0.0, 1.0, -3.0, 2.0], [0.0, 1.0, -3.0, 2.09375]]
     """
-    exponents = packed_exponents.bind(x, block=block_of(x.shape[-1], packing.longest), top=packing.top)
+    exponents = packed_exponents.bind(x, block=block_of(x.shape[-1], packing.longest), packing=packing)
     return Packed(packed_elements.bind(x, exponents, packing=packing), exponents)
 
 
-def _exponents(x: Any, *, block: int, top: int) -> Any:
+def _exponents(x: Any, *, block: int, packing: Packing) -> Any:
     blocks = _in_blocks(x.astype(np.float32), x.shape[-1] // block)
     largest = jnp.max(jnp.abs(blocks), axis=-1)
+    if packing.stochastic and packing.dtype == np.int8:  # int8 has no 128 to round up to.
+        larger = largest * np.float32(128 / 127)
+        largest = jnp.where(larger > np.float32(compat.finfo(x.dtype).max), largest, larger)
     exponents = lax.shift_right_logical(lax.bitcast_convert_type(largest, np.int32), _MANTISSA_BITS) - _BIAS
-    return jnp.clip(exponents - np.int32(top), _LEAST, _MOST).astype(np.int8)
+    return jnp.clip(exponents - np.int32(packing.top), _LEAST, _MOST).astype(np.int8)
 
 
-def _exponents_abstract_eval(x: Any, *, block: int, top: int) -> Any:
+def _exponents_abstract_eval(x: Any, *, block: int, packing: Packing) -> Any:
     return x.update(shape=(*x.shape[:-1], x.shape[-1] // block), dtype=np.dtype(np.int8), weak_type=False)
 
 
@@ -153,7 +157,7 @@ def _batch(primitive: Any, args: Sequence[Any], dims: Sequence[Any], **params: A
 packed_exponents = Primitive("packed_exponents")
 packed_elements = Primitive("packed_elements")
 for each, fun, abstract_eval, static in (
-    (packed_exponents, _exponents, _exponents_abstract_eval, ("block", "top")),
+    (packed_exponents, _exponents, _exponents_abstract_eval, ("block", "packing")),
     (packed_elements, _elements, _elements_abstract_eval, ("packing",)),
 ):
     define(each, fun, abstract_eval, functools.partial(_batch, each))

@@ -105,13 +105,26 @@ def test_large_and_small_numbers_of_the_dtype_stay_finite_and_apart_from_zero(na
 def test_stochastic_rounding_has_no_bias_and_repeats(name):
     step = 1 / 64 if name == "int8_stochastic" else 1 / 8
     x = np.full((1024, 64), 1 + step / 4, np.float16)
-    x[:, 0] = 1.99
+    x[:, 0] = 1.98
     packed = [unpack(pack(x, PACKINGS[each]), jnp.float32) for each in (name, name, name.removesuffix("_stochastic"))]
     np.testing.assert_array_equal(packed[0], packed[1])
     errors, nearest = (np.asarray(found - x.astype(np.float32))[:, 1:] for found in packed[1:])
     assert np.abs(errors).max() < step
     assert abs(errors.mean()) < 4 * np.std(errors) / np.sqrt(errors.size)
     np.testing.assert_allclose(nearest, -step / 4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("name", ["int8_stochastic", "float8_stochastic"])
+def test_stochastic_rounding_has_no_bias_at_any_element(name, dtype):
+    """The largest element of a block was rounded down where int8 has no larger number."""
+    largest = np.float32([1.992, -1.992, 0, 1, *np.linspace(-1.992, 1.992, 12)])
+    rows = [np.concatenate([number * largest, number * largest / 7]) for number in (1.0, 0.996, 0.75)]
+    x = np.tile(np.float32(rows), (4096, 1)).astype(dtype)
+    found = np.asarray(packed_and_unpacked(x, name), np.float64) - np.asarray(x, np.float64)
+    errors = found.reshape(4096, -1)
+    assert (np.abs(errors.mean(0)) <= 4 * errors.std(0) / 64).all()
+    assert (errors.std(0) > 0).mean() > 0.7
 
 
 # Programs.
