@@ -293,6 +293,15 @@ def test_backward_matmuls_accumulate_all_bits():
 
 
 @either
+def test_jit_rounds_as_without_where_xla_leaves_out_no_rounding(policy):
+    layers = float8(lambda params, x: [x := jnp.tanh(x @ w) for w in params], RULES, policy)
+    params = params_of()
+    compiled = jax.jit(layers).lower(params, X).compile(compiler_options={"xla_allow_excess_precision": False})
+    for found, expected in zip(compiled(params, X), layers(params, X), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)  # of float32's tanh
+
+
+@either
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_jit_over_a_mesh(policy, kind):
     count = jax.device_count()
