@@ -94,7 +94,7 @@ class Rules:
             computes a block of queries at a time. `"cudnn"`, `"pallas"`, `"tokamax"` (if it is installed) and `"xla"`
             (the blocks) are the implementations by name, whatever the device. `"unfused"` leaves it as it is written.
             Where no kernel runs, rows of more than 128 scores are divided by their sums after the product with the
-            values (not on a TPU, nor with `residuals` other than `"auto"` and `"half"`).
+            values (not on a TPU, nor with `residuals="full"`).
         cross_entropy: `"fused"` computes a loss from statistics of each row of its logits (the logsumexp, the logits at
             the labels), a block of the vocabulary at a time: no array of tokens × vocabulary is stored, for a third
             more FLOPs of the head. `"unfused"` runs a loss as it is written.

@@ -192,6 +192,11 @@ def test_rules_keep_it_as_it_is_written(rules):
     assert not is_later(kind(einsum), **rules)
 
 
+@pytest.mark.parametrize("residuals", ["int8", "float8_stochastic"])
+def test_residuals_in_eight_bits_are_no_reason_to_keep_it_as_it_is_written(residuals):
+    assert is_later(kind(einsum), residuals=residuals)
+
+
 def test_a_tpu_runs_it_as_it_is_written():
     """XLA computes probabilities in the kernels that read them there."""
     with tpu():

@@ -72,7 +72,7 @@ def divided_last(jaxpr: Any, setting: Setting) -> Any:
     Not for TPUs: XLA computes probabilities in the kernels that read them there, and would move more bytes.
     """
     rules = setting.rules
-    plain = rules.level == "default" and rules.residuals in ("auto", "half") and setting.scaled is None
+    plain = rules.level == "default" and rules.residuals != "full" and setting.scaled is None
     if not plain or compat.platform() == "tpu" or not any(map(_is_long, jaxpr.eqns)):
         return jaxpr
     # Dropouts by `jnp.where`, which is a call.
