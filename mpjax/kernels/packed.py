@@ -113,8 +113,8 @@ def pack(x: Any, packing: Packing) -> Packed:
 
 
 def _exponents(x: Any, *, block: int, packing: Packing) -> Any:
-    blocks = _in_blocks(x.astype(np.float32), x.shape[-1] // block)
-    largest = jnp.max(jnp.abs(blocks), axis=-1)
+    largest = jnp.max(_in_blocks(_magnitude(x)[0], x.shape[-1] // block), axis=-1)
+    largest = lax.bitcast_convert_type(largest, x.dtype).astype(np.float32)
     if packing.stochastic and packing.dtype == np.int8:  # int8 has no 128 to round up to.
         larger = largest * np.float32(128 / 127)
         largest = jnp.where(larger > np.float32(compat.finfo(x.dtype).max), largest, larger)
@@ -122,12 +122,24 @@ def _exponents(x: Any, *, block: int, packing: Packing) -> Any:
     return jnp.clip(exponents - np.int32(packing.top), _LEAST, _MOST).astype(np.int8)
 
 
+def _magnitude(x: Any) -> tuple[Any, Any]:
+    """The bits of an array's magnitudes, which have their order, and whether its elements are negative.
+
+    A rounding to half is one before its bits are read. XLA leaves out other ones, and would write float32 for packing.
+    """
+    dtype = np.dtype(f"uint{8 * x.dtype.itemsize}")
+    word, most = lax.bitcast_convert_type(x, dtype), dtype.type(np.iinfo(dtype).max >> 1)
+    return word & most, word > most
+
+
 def _exponents_abstract_eval(x: Any, *, block: int, packing: Packing) -> Any:
     return x.update(shape=(*x.shape[:-1], x.shape[-1] // block), dtype=np.dtype(np.int8), weak_type=False)
 
 
 def _elements(x: Any, exponents: Any, *, packing: Packing) -> Any:
-    half, x = compat.finfo(x.dtype), x.astype(np.float32)
+    half, (magnitude, is_negative) = compat.finfo(x.dtype), _magnitude(x)
+    size = lax.bitcast_convert_type(magnitude, x.dtype).astype(np.float32)
+    x = jnp.where(is_negative, -size, size)
     blocks = _in_blocks(x, exponents.shape[-1])
     elements = (blocks * _power_of_two(-exponents.astype(np.int32))[..., None]).reshape(x.shape)
     bits = _bits(x) if packing.stochastic else None
@@ -139,7 +151,7 @@ def _elements(x: Any, exponents: Any, *, packing: Packing) -> Any:
     else:
         # The largest numbers of half would be rounded up to a power of two that it lacks.
         last = np.float32(2.0 ** (packing.top + 1) - 2.0 ** (packing.top - int(compat.finfo(packing.dtype).nmant)))
-        is_beyond = jnp.isfinite(x) & (jnp.abs(x) > last * np.float32(2.0 ** (int(half.maxexp) - 1 - packing.top)))
+        is_beyond = jnp.isfinite(x) & (size > last * np.float32(2.0 ** (int(half.maxexp) - 1 - packing.top)))
         elements = jnp.where(is_beyond, jnp.sign(x) * last, elements)
         elements = elements if bits is None else round_stochastically(elements, packing.dtype, bits)
     return elements.astype(packing.dtype)
