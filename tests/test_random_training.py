@@ -28,6 +28,7 @@ def test_random_training_programs():
         except AssertionError as failure:
             failure.add_note(f"example {number}:\n{case!r}")
             raise
-    # Nearly all of those in float32 are compared bitwise. Of few draws, chance may reject more.
+    # Nearly all of those in float32 are compared bitwise.
     examined = sum(outcomes.values()) - outcomes["rejected"]
-    assert outcomes["bitwise"] + outcomes["half"] > 0.9 * examined > (0.8 if EVERY == 1 else 0.6) * len(NUMBERS)
+    assert outcomes["bitwise"] + outcomes["half"] > 0.9 * examined
+    assert examined > 0.8 * len(NUMBERS)

@@ -240,7 +240,8 @@ def test_what_is_kept_between_compiled_functions_takes_eight_bits(how, fun):
         }[how]()
         return sum(each.nbytes for each in jax.tree.leaves(kept) if each.dtype != jnp.float32)
 
-    assert 0 < kept_bytes("int8") < 0.6 * kept_bytes("half")
+    most = 0.65 if fun is checkpointed_scan else 0.6  # A half copy of what the loop adds to is kept under any rules.
+    assert 0 < kept_bytes("int8") < most * kept_bytes("half")
 
 
 def test_what_is_kept_may_be_an_argument_or_a_constant_of_a_compiled_function():
