@@ -92,7 +92,10 @@ for _module, _name in PROMOTING:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """Runs a test, its fixtures included, under strict dtype promotion unless it is marked `standard_promotion`."""
+    from mpjax.kernels import unscaled  # after the functions above are replaced
+
     standard = item.get_closest_marker("standard_promotion") or item.nodeid.startswith(STANDARD_PROMOTION)
+    unscaled._scaling_loops.clear()  # An optimizer of an earlier test may live until its cycle is collected.
     quick = quick_kernels.IS_OLDEST and item.nodeid.startswith(quick_kernels.FOLDERS)
     with (
         jax.numpy_dtype_promotion("standard" if standard else "strict"),
