@@ -34,7 +34,8 @@ def mark_gated(parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferre
     """Sets `packs` of the regions and checkpoints of a plan that read a gated state: their derivatives read half."""
     for part in parts:
         if isinstance(part, RematRegion) or _stores_its_inputs(part):
-            states = [(i, v) for i, (v, storage) in enumerate(_reads(part)) if storage == FULL and v in values]
+            reads = [(i, v) for i, (v, storage) in enumerate(_reads(part)) if storage == FULL]
+            states = [(i, v) for i, v in reads if not isinstance(v, compat.Literal) and v in values]
             part.packs = tuple(
                 i for i, v in states if _is_state(part, v, values[v]) and not _amplified_in(part, v, jaxpr)
             )

@@ -111,8 +111,10 @@ class Setting:
         return hash((self.half, self.rules, self.region, flags, self.path, self.owners))
 
     def represents(self, literal: Any) -> bool:
-        """Whether half represents a literal exactly."""
+        """Whether half represents a literal exactly; no complex one."""
         value = np.asarray(literal.val)
+        if np.iscomplexobj(value):
+            return False
         with np.errstate(over="ignore"):  # A mask of -1e38 overflows, so it compares as not exact.
             return bool(np.all(value.astype(self.half).astype(value.dtype) == value))
 

@@ -177,7 +177,9 @@ def _before(flow: Dataflow, eqn: Any, out: Any, states: Mapping[Any, Any]) -> An
     if row.call and not _is_elementwise(sub_jaxprs(eqn)[0].jaxpr):
         (inner,) = sub_jaxprs(eqn)
         root = carried(inner.jaxpr).get(inner.opened.outvars[eqn.outvars.index(out)])
-        return next((v for v, w in zip(eqn.invars, inner.opened.invars, strict=True) if w is root), None)
+        return next(
+            (v for v, w in zip(eqn.invars, inner.opened.invars, strict=True) if w is root and v in arrays), None
+        )
     if not (row.pointwise or row.call):
         return None
     if row.scales and len({states.get(v, v) for v in wide}) > 1:

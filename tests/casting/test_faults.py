@@ -127,6 +127,19 @@ def test_large_masks_do_not_warn():
         jax.make_jaxpr(jax.grad(mpjax.autocast(masked)))(W, X)
 
 
+def test_a_checkpoint_may_be_given_a_number():
+    layer = jax.checkpoint(lambda w, x, scale: x + scale * jnp.tanh(x @ w))
+    loss = lambda w, x: jnp.mean(layer(w, x, np.float32(0.5)) + layer(w, x, 2.0))
+    w, x = np.ones((4, 4), np.float32), np.ones((2, 4), np.float32)
+    assert measures.relative_error(jax.grad(mpjax.autocast(loss))(w, x), jax.grad(loss)(w, x)) < 0.01
+
+
+def test_a_complex_constant_does_not_warn():
+    loss = lambda w, x: jnp.mean(jnp.abs(lax.complex(x @ w, x @ w) * np.complex64(1 + 2j)))
+    w, x = np.ones((4, 4), np.float32), np.ones((2, 4), np.float32)
+    assert mpjax.autocast(loss, "mixed_float16")(w, x) == pytest.approx(160**0.5, rel=1e-3)
+
+
 def test_batch_of_symbolic_size_is_exported():
     batch = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 8"), jnp.float32)
     loss = lambda w, x: jnp.mean(jax.nn.softmax(jax.nn.gelu(x @ w) @ w) ** 2)
