@@ -173,15 +173,15 @@ def _before(flow: Dataflow, eqn: Any, out: Any, states: Mapping[Any, Any]) -> An
     arrays = [v for v in variables(eqn.invars) if v.aval.shape == out.aval.shape]
     if len(out.aval.shape) < 2 or not arrays:
         return None
-    wide = [v for v in arrays if tracked(v) and not _is_repeated(flow, v, _NORM)] or arrays
-    if row.call and not _is_elementwise(sub_jaxprs(eqn)[0].jaxpr):
-        (inner,) = sub_jaxprs(eqn)
+    inner = sub_jaxprs(eqn)[0] if row.call else None
+    if inner is not None and not _is_elementwise(inner.jaxpr):
         root = carried(inner.jaxpr).get(inner.opened.outvars[eqn.outvars.index(out)])
         return next(
             (v for v, w in zip(eqn.invars, inner.opened.invars, strict=True) if w is root and v in arrays), None
         )
-    if not (row.pointwise or row.call):
+    if inner is None and not row.pointwise:
         return None
+    wide = [v for v in arrays if tracked(v) and not _is_repeated(flow, v, _NORM)] or arrays
     if row.scales and len({states.get(v, v) for v in wide}) > 1:
         wide = [v for v in wide if not _is_gate(flow, v)]
     divided = row.linear != "first" or wide[:1] == eqn.invars[:1]
