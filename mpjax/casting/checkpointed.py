@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 
 from mpjax.casting.setting import tracked
 from mpjax.casting.streams import added_to, adds_arrays
@@ -85,19 +86,19 @@ def _split(eqn: Any) -> list[Any]:
         for step in steps:
             if step.added is None:
                 stream = _like(step.eqn, [stream if v is step.stream else v for v in step.eqn.invars], after)
-        add = _addition(steps).replace(invars=[stream, outvars[k]], outvars=[eqn.outvars[k]])
-        after.append(add)
+        last = next(step.eqn for step in reversed(steps) if step.added is not None)
+        after.append(last.replace(primitive=lax.add_p, invars=[stream, outvars[k]], outvars=[eqn.outvars[k]]))
     after = [compat.in_scopes_of(each, eqn) for each in after]
     return [compat.with_sub_jaxpr(eqn, inner.jaxpr, changed).replace(outvars=outvars), *after]
 
 
 class _Step(NamedTuple):
-    """An equation of a stream: it adds, or scales by a number.
+    """An equation of a stream: it adds, subtracts, or scales by a number.
 
     Args:
         eqn: The equation.
         stream: The stream before it.
-        added: What it adds; None if it scales.
+        added: What it adds or subtracts; None if it scales.
     """
 
     eqn: Any
@@ -131,13 +132,12 @@ def _added(steps: Sequence[_Step], eqns: list[Any]) -> Any:
     for step in steps:
         if step.added is None and total is not None:
             total = _like(step.eqn, [total if v is step.stream else v for v in step.eqn.invars], eqns)
-        elif step.added is not None:
-            total = step.added if total is None else _like(_addition(steps), [total, step.added], eqns)
+        elif total is not None:
+            total = _like(step.eqn, [total, step.added], eqns)
+        else:
+            subtracts = step.eqn.primitive is lax.sub_p
+            total = _like(step.eqn.replace(primitive=lax.neg_p), [step.added], eqns) if subtracts else step.added
     return total
-
-
-def _addition(steps: Sequence[_Step]) -> Any:
-    return next(step.eqn for step in reversed(steps) if step.added is not None)
 
 
 def _is_jitted(eqn: Any) -> bool:
@@ -157,8 +157,9 @@ def _stream(flow: Dataflow, inputs: Sequence[Any], v: Any) -> list[_Step]:
     eqn = flow.maker(v)
     if eqn is None:
         return []
-    if adds_arrays(eqn):
+    if adds_arrays(eqn, ("add", "add_any", "sub")):
         pairs = [*zip(eqn.invars, eqn.invars[::-1], strict=True)]
+        pairs = pairs[:1] if eqn.primitive is lax.sub_p else pairs
         candidates = [_Step(eqn, before, added) for before, added in pairs if before is not added]
     else:
         candidates = [_Step(eqn, before) for before in _scaled(eqn)]

@@ -1,4 +1,7 @@
-"""The residual stream: a value that layer after layer adds to, `h = h + f(h)`, and may then normalize or scale."""
+"""The residual stream: a value that layer after layer adds to, `h = h + f(h)`, and may then normalize or scale.
+
+Layers may also multiply it, `h = h * f(h)`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ def residual_additions(jaxpr: Any) -> dict[Any, int]:
     or scaled or not, is added to again, or returned, as in the body of a scan over layers. Other additions lack one of
     these: a GELU's `x + 0.044715 x³` is multiplied by another array, and a bias has no other consumer.
 
-    An addition to a sum that nothing else reads, as in `h + f(h) + g(h)`, counts as 0: they are rounded together.
+    An addition to a sum that nothing else reads, as in `h + f(h) + g(h)`, counts as 0: they are rounded together. The
+    products of a state that layers multiply alone are among the results.
     """
     flow, states = dataflow(jaxpr), carried(jaxpr)
     readers: collections.Counter[Any] = collections.Counter()
@@ -51,7 +55,25 @@ def residual_additions(jaxpr: Any) -> dict[Any, int]:
         if goes_on or (branched and out in continued):
             little = any(_is_little(jaxpr, eqn, v) for v in variables(eqn.invars))
             stream[out] = (2 if little else 1) if branched else 0
-    return stream
+    return stream | dict.fromkeys(_products_alone(jaxpr), 1)
+
+
+def _products_alone(jaxpr: Any) -> list[Any]:
+    """The products of a state that layer after layer multiplies by what it computes from it, `h = h * f(h)`.
+
+    There are several with no addition between, or one is what the body of a layer returns.
+    """
+    flow, states = dataflow(jaxpr), carried(jaxpr)
+    products: collections.defaultdict[Any, list[Any]] = collections.defaultdict(list)
+    for eqn in flow.eqns:
+        state = states.get(eqn.outvars[0]) if eqn.outvars else None
+        if state is not None and primitive(eqn.primitive.name).multiplies:
+            shape = eqn.outvars[0].aval.shape
+            factors = [v for v in variables(eqn.invars) if v.aval.shape == shape and states.get(v, v) is not state]
+            if not all(_is_repeated(flow, v, _NORM) for v in factors) and flow.depends(factors, state):
+                products[state].append(eqn.outvars[0])
+    layers = {states.get(v) for v in flow.returned}.intersection(jaxpr.invars)
+    return [v for state, found in products.items() if len(found) >= _GATES or state in layers for v in found]
 
 
 @once_per_jaxpr
@@ -184,6 +206,7 @@ def _before(flow: Dataflow, eqn: Any, out: Any, states: Mapping[Any, Any]) -> An
     wide = [v for v in arrays if tracked(v) and not _is_repeated(flow, v, _NORM)] or arrays
     if row.scales and len({states.get(v, v) for v in wide}) > 1:
         wide = [v for v in wide if not _is_gate(flow, v)]
+        wide = [v for v in wide if not any(w is not v and flow.depends([v], states.get(w, w)) for w in wide)] or wide
     divided = row.linear != "first" or wide[:1] == eqn.invars[:1]
     return wide[0] if len({states.get(v, v) for v in wide}) == 1 and divided else None
 
@@ -255,7 +278,10 @@ def _added(flow: Dataflow, eqn: Any, states: Mapping[Any, Any]) -> Iterator[tupl
 
 
 def _is_gate(flow: Dataflow, v: Any) -> bool:
-    """Whether a value is bounded, as a sigmoid or tanh, or is some elements of one, times or plus a number."""
+    """Whether a value is bounded, as a sigmoid or tanh, or is some elements of one, or a function of one.
+
+    Functions are sums and products with a number, exponentials and roots.
+    """
     v = v if isinstance(v, compat.Literal) else flow.source(v, _is_moved)
     eqn = None if isinstance(v, compat.Literal) else flow.maker(v)
     if eqn is None:
@@ -266,6 +292,8 @@ def _is_gate(flow: Dataflow, v: Any) -> bool:
         return _is_gate(dataflow(inner.opened), inner.opened.outvars[eqn.outvars.index(v)])
     arrays = variables(eqn.invars)
     if (row.adds or row.scales) and len(arrays) == 1 < len(eqn.invars):
+        return _is_gate(flow, arrays[0])
+    if row.bounds == (0.0, np.inf) and row.pointwise:  # such as its exponential
         return _is_gate(flow, arrays[0])
     return row.bounds in ((0.0, 1.0), (-1.0, 1.0)) and row.op is Op.INFER
 

@@ -105,9 +105,11 @@ def _result(eqn: Any, read: Sequence[Contents]) -> Contents:
     if not arrays:
         return Contents(inputs=inputs, number=row.elementwise or row.moves or row.whole or row.exact)
     if row.scales and len(arrays) > 1:
-        # What decays, `decay * state + new`, is still a sum.
+        # What decays, `decay * state + new`, is still a sum; `state * gate(state)` is `state + state * (gate - 1)`.
         multiplied = arrays[:1] if eqn.primitive.name == "div" else arrays
-        return Contents(_merged([x.terms for x in multiplied], Added.NOTHING), inputs)
+        terms = _merged([x.terms for x in multiplied], Added.NOTHING)
+        own = {i: Added.TERM for i in terms if any(i in x.inputs and i not in x.terms for x in multiplied)}
+        return Contents(_merged([terms, own], Added.NOTHING), inputs)
     scales = row.scales
     moves = row.moves or row.whole
     moved = arrays[0].moved if moves and len(read) == 1 else None  # not a slice that an index chooses

@@ -109,7 +109,8 @@ def _uses(jaxpr: Any, wanted: tuple[Use, ...], setting: Setting) -> Uses:
         outs = [of.get(v, Use.NONE) for v in eqn.outvars]
         if listing.entry is None and not listing.region:
             if listing.op is Op.INFER and eqn.outvars[0] in streams:
-                listing = STREAM_ADDITION if setting.wide_stream else _REPEATED
+                multiplies = primitive(eqn.primitive.name).multiplies
+                listing = GATED if multiplies else STREAM_ADDITION if setting.wide_stream else _REPEATED
             elif listing.op is Op.INFER and eqn.outvars[0] in gated:
                 listing = GATED
             if listing.op is Op.ALLOW and setting.rules.level != "half":

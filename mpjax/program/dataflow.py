@@ -49,6 +49,11 @@ class Dataflow:
         return {v: eqn for eqn in self.eqns for v in eqn.outvars}
 
     @functools.cached_property
+    def _places(self) -> dict[Any, int]:
+        """The place in the program of the equation that makes each value."""
+        return {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+
+    @functools.cached_property
     def readers(self) -> dict[Any, list[Any]]:
         """The equations that read each value, in program order, each once."""
         readers: dict[Any, list[Any]] = {}
@@ -90,7 +95,16 @@ class Dataflow:
 
     def depends(self, ends: Iterable[Any], start: Any) -> bool:
         """Whether some values depend on the value `start`, or one of them is it."""
-        return any(v is start for v in self.reached(ends, start))
+        first, waiting, known = self._places.get(start, -1), variables(ends), set()
+        while waiting:
+            v = waiting.pop()
+            if v is start:
+                return True
+            place = self._places.get(v, -1)
+            if place > first and v not in known:  # What is made before it does not depend on it.
+                known.add(v)
+                waiting.extend(variables(self.eqns[place].invars))
+        return False
 
     def before(self, ends: Iterable[Any], start: Any = None) -> list[Any]:
         """The equations on which values depend, in order, up to the value `start`."""
