@@ -16,6 +16,7 @@ from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow, dataflow, once_per_jaxpr, variables
 from mpjax.program.graph import sub_jaxprs
 from mpjax.program.primitives import Op, primitive
+from mpjax.program.source import BACKWARD, phase_of, scopes
 
 # By name: a residual connection is a sum; a difference is an error.
 
@@ -206,9 +207,16 @@ def _before(flow: Dataflow, eqn: Any, out: Any, states: Mapping[Any, Any]) -> An
     wide = [v for v in arrays if tracked(v) and not _is_repeated(flow, v, _NORM)] or arrays
     if row.scales and len({states.get(v, v) for v in wide}) > 1:
         wide = [v for v in wide if not _is_gate(flow, v)]
-        wide = [v for v in wide if not any(w is not v and flow.depends([v], states.get(w, w)) for w in wide)] or wide
+        wide = [
+            v for v in wide if not any(w is not v and _is_layer(flow, eqn, states.get(w, w), v) for w in wide)
+        ] or wide
     divided = row.linear != "first" or wide[:1] == eqn.invars[:1]
     return wide[0] if len({states.get(v, v) for v in wide}) == 1 and divided else None
+
+
+def _is_layer(flow: Dataflow, eqn: Any, state: Any, v: Any) -> bool:
+    """Whether an operand of an equation is what a layer computes from a state. Cotangents depend on all values."""
+    return phase_of(scopes(eqn)) != BACKWARD and flow.depends([v], state)
 
 
 @once_per_jaxpr
