@@ -164,6 +164,7 @@ MATMULS = (
     # Steps of one map, integers, products, decompositions.
     (R, (R, M), "{0} + 0.1 * jnp.tanh({0} @ {1})"),
     (R, (R, M), "lax.scan(lambda c, _: (c + 0.02 * jnp.tanh(c @ {1}), None), {0}, None, length=40)[0]"),
+    (R, (R, M), "lax.scan(lambda c, _: (c * (1 + 0.02 * jnp.tanh(c @ {1})), None), {0}, None, length=40)[0]"),
     (M, (M,), "(jnp.tri(3) @ jnp.tri(3)) * {0}"),
     (R, (R,), "jnp.sin((jnp.eye(2)[::-1] @ jnp.array([[300.0], [301.0]])) * 0.1) * {0}"),
     (M, (V, V), "jnp.sin(jnp.einsum('i,j->ij', {0} + 100, {1}))"),

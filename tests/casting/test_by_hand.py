@@ -222,6 +222,35 @@ def test_a_state_that_decays_is_not_rounded_in_each_step(decay, dtype, of_gradie
     assert error_of_by_hand(kind, cast, jnp.dtype(dtype), of_gradient) <= 2.0
 
 
+# Steps that multiply their state.
+GROWTHS = {
+    "Lotka-Volterra": lambda x, w: x * (1 + 0.02 * (1 - x @ jax.nn.softplus(w))),
+    "replicator": lambda x, w: (lambda y: y / y.sum(-1, keepdims=True))(x * jnp.exp(0.1 * (x @ w))),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("of_gradient", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("growth", GROWTHS.values(), ids=GROWTHS)
+def test_a_state_that_steps_multiply_is_not_rounded_in_each_step(growth, scan, dtype, of_gradient):
+    """It had up to 44 times (a replicator in a loop, 3 times) the error by hand: only sums were states."""
+    rng = np.random.default_rng(0)
+
+    def loss(w, x):
+        x = jax.nn.softmax(x)
+        if scan:
+            x, _ = jax.lax.scan(lambda x, _: (growth(x, w), None), x, length=60)
+        for _ in range(0 if scan else 60):
+            x = growth(x, w)
+        return jnp.mean((5 * x @ w - 1) ** 2)
+
+    kind = Kind(loss, np.float32(rng.normal(size=(12, 12)) / 4), np.float32(rng.normal(size=(16, 12))))
+    cast = lambda fun: mpjax.autocast(fun, f"mixed_{dtype}")
+    assert error_of_by_hand(kind, cast, jnp.dtype(dtype), of_gradient) <= 2.0
+
+
 def lstm(p, carry, row):
     h, c = carry
     i, f, g, o = jnp.split(row @ p["x"] + h @ p["h"], 4, -1)
