@@ -210,8 +210,16 @@ def _before(flow: Dataflow, eqn: Any, out: Any, states: Mapping[Any, Any]) -> An
         wide = [
             v for v in wide if not any(w is not v and _is_layer(flow, eqn, states.get(w, w), v) for w in wide)
         ] or wide
+    elif _chooses(eqn) and len({states.get(v, v) for v in wide}) > 1:  # what was added to the other
+        wide = [v for v in wide if not any(w is not v and flow.depends([w], states.get(v, v)) for w in wide)]
     divided = row.linear != "first" or wide[:1] == eqn.invars[:1]
     return wide[0] if len({states.get(v, v) for v in wide}) == 1 and divided else None
+
+
+def _chooses(eqn: Any) -> bool:
+    """Whether each element of an equation's result is that of one of its operands, as for `jnp.where`."""
+    row = primitive(eqn.primitive.name)
+    return bool(row.elements) or (row.call and all(map(_chooses, sub_jaxprs(eqn)[0].opened.eqns[-1:])))
 
 
 def _is_layer(flow: Dataflow, eqn: Any, state: Any, v: Any) -> bool:

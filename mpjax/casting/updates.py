@@ -108,15 +108,15 @@ def _result(eqn: Any, read: Sequence[Contents]) -> Contents:
         # What decays, `decay * state + new`, is still a sum; `state * gate(state)` is `state + state * (gate - 1)`.
         multiplied = arrays[:1] if eqn.primitive.name == "div" else arrays
         terms = _merged([x.terms for x in multiplied], Added.NOTHING)
-        own = {i: Added.TERM for i in terms if any(i in x.inputs and i not in x.terms for x in multiplied)}
+        own = {i: Added.TERM for i in terms if any(i in x.inputs and i not in x.terms for x in arrays)}
         return Contents(_merged([terms, own], Added.NOTHING), inputs)
     scales = row.scales
     moves = row.moves or row.whole
     moved = arrays[0].moved if moves and len(read) == 1 else None  # not a slice that an index chooses
-    if not (scales or moves or row.accumulates or row.join):
+    if not (scales or moves or row.accumulates or row.join or row.pointwise):
         return Contents(inputs=inputs)
     added = Added.NOTHING
-    if row.adds and len(arrays) > 1:
+    if (row.adds or (row.kernel and row.accumulates)) and len(arrays) > 1:
         added = Added.STEP if any(x.scaled for x in arrays) else Added.TERM
     first = arrays[0]
     scaled = (scales and len(read) > 1) or (first.scaled and len(arrays) == 1)
