@@ -11,15 +11,15 @@ import jax
 import numpy as np
 
 from mpjax.casting.classify import default_listing
-from mpjax.inspection.lockstep import Group, Grouped, error_note, grouped
+from mpjax.inspection.lockstep import Group, Grouped, error_note
 from mpjax.inspection.ranges.activations import equations_of_gradients
 from mpjax.inspection.reports import Report, Section, by_key, folded_rows, percent, short_dtypes
 from mpjax.inspection.trials import Loss, laid_out, scale_state, trace_to_run
 from mpjax.program import compat
 from mpjax.program.dataflow import dataflow
+from mpjax.program.dtypes import is_float, is_half, is_low
 from mpjax.program.formats import SCALED
 from mpjax.program.graph import Site
-from mpjax.program.interpreter import is_float, is_half, is_low
 from mpjax.program.primitives import Op, drops_axes, primitive
 from mpjax.program.source import BACKWARD, FORWARD
 
@@ -237,7 +237,7 @@ def layerwise_error(
     state, names = None if loss_scale is None else scale_state(loss_scale), list[str]()
     gradient = Loss(fun, argnums, has_aux, kwargs).with_named_modules().gradient(state, names)
     program = trace_to_run("layerwise_error", gradient, args, {})
-    found = grouped(laid_out(program))
+    found = Grouped(laid_out(program))
     if not any(is_half(v) for place in found.places.values() for v in (*place.invars, *place.outvars)):
         raise ValueError(
             "layerwise_error: nothing in this program is half, so it has no error to show. Give it under "

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -16,10 +14,11 @@ from mpjax.inspection.reports import by_key
 from mpjax.kernels.staging import cast
 from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
+from mpjax.program.dtypes import is_float, is_half, is_low, narrowed, widened
 from mpjax.program.evaluator import evaluate
 from mpjax.program.graph import Block, Site
-from mpjax.program.host import in_host_memory
-from mpjax.program.interpreter import Eager, Instrumented, Key, Probe, bound, is_float, is_half, is_low, widened
+from mpjax.program.host import on_host_or_compiled
+from mpjax.program.interpreter import Eager, Instrumented, Key, Probe, bound
 from mpjax.program.primitives import primitive
 from mpjax.program.source import informative_frame
 
@@ -42,38 +41,59 @@ class Group:
 Result = tuple[int, int]  # an equation's number and the index of a result
 
 
-@dataclasses.dataclass(frozen=True)
 class Grouped:
-    """A program in groups.
+    """A program in groups, and the results that they read and pass on.
 
     Args:
         block: The program.
+
+    Attributes:
         places: Its equations, by their number.
         groups: The group of each equation, by its number.
-        passed_on: The results, as (number, index), that an equation of another group reads or that the program returns.
+        passed_on: The results that an equation of another group reads or that the program returns.
         reads: The results that each equation reads, by its number.
         own: Which operands of each equation its own group computes, by its number.
     """
 
-    block: Block
-    places: dict[int, Site]
-    groups: dict[int, Group]
-    passed_on: frozenset[Result]
-    reads: dict[int, tuple[Result, ...]]
-    own: dict[int, tuple[bool, ...]]
+    def __init__(self, block: Block):
+        self.block, self.places = block, {place.number: place for place in block.places()}
+        self.groups, self.passed_on, self.reads = groups_of(block), set[Result](), dict[int, tuple[Result, ...]]()
+        self.own = dict[int, tuple[bool, ...]]()
+        self._moved = set[Result]()  # the inputs of a block, moved
+        self._run(block)
 
     def evaluated(self, arrays: Sequence[Any], measured: Iterable[Result]) -> tuple[list[Values], dict[Key, ErrorNote]]:
         """The results of the program and the errors of some of its values, given its arguments."""
         arguments = [Values(widened(x), x, x) for x in map(jnp.asarray, arrays)]
         return EagerLockstep(ErrorProbe(self.places, measured), self.own).block(self.block, arguments)
 
+    def _run(self, block: Block) -> None:
+        """Passes on the results of a block, whose inputs no group computes."""
+        self.passed_on.update(filter(None, self._block(block, [None] * len(block.jaxpr.invars))))
 
-def grouped(block: Block) -> Grouped:
-    """The groups of a program, and their results that other groups read or that the program returns."""
-    groups, places = dict(_groups(block, None)), {place.number: place for place in block.places()}
-    readers = _Readers(groups)
-    readers.run(block)
-    return Grouped(block, places, groups, frozenset(readers.passed_on), readers.reads, readers.own)
+    def _block(self, block: Block, ins: Sequence[Any]) -> list[Any]:
+        env = block.environment(ins, [None] * len(block.jaxpr.constvars))
+        return evaluate(block, env, self._rule, lambda literal, place: None)
+
+    def _rule(self, place: Site, producers: Sequence[Any]) -> Sequence[Any]:
+        if is_transparent(place):
+            return self._block(place.blocks[0], producers)
+        if passes_through(place) and producers[0] is not None:
+            return producers[:1]
+        inside, group = bool(place.blocks), self.groups[place.number]
+        if passes_through(place):
+            self._moved.add((place.number, 0))
+        self.reads[place.number] = tuple(filter(None, producers))
+        is_same = [p is not None and self.groups[p[0]] == group for p in producers]
+        self.own[place.number] = tuple(
+            same and p not in self._moved for same, p in zip(is_same, producers, strict=True)
+        )
+        self.passed_on.update(
+            p for same, p in zip(is_same, producers, strict=True) if p is not None and (inside or not same)
+        )
+        for body in place.blocks:
+            self._run(body)
+        return [None if inside else (place.number, i) for i in range(len(place.outvars))]
 
 
 def is_transparent(place: Site) -> bool:
@@ -90,15 +110,18 @@ def passes_through(place: Site) -> bool:
     return given == result or (given in HALF_DTYPES and result == np.float32)
 
 
-def _groups(block: Block, outer: Group | None) -> Iterator[tuple[int, Group]]:
+def groups_of(block: Block, outer: Group | None = None) -> dict[int, Group]:
+    """The group of each equation, by its number."""
+    groups: dict[int, Group] = {}
     for place in block.eqns:
         path = place.path
         inherited = outer is not None and (not path or path == outer.path)
         group = outer if inherited and outer is not None else Group(path or _function(place), path)
-        yield place.number, group
+        groups[place.number] = group
         for inner in place.blocks:
             # JAX caches the traces of its own jitted functions, with the source lines of their first call.
-            yield from _groups(inner, group if place.name in ("jit", "pjit") else None)
+            groups |= groups_of(inner, group if place.name in ("jit", "pjit") else None)
+    return groups
 
 
 def _function(place: Site) -> str:
@@ -108,41 +131,6 @@ def _function(place: Site) -> str:
     if which is None:
         return ""
     return f"{frames[which].function_name.rpartition('.')[2]} ({frames[which].file_name.rsplit('/', 1)[-1]})"
-
-
-class _Readers:
-    """Finds the values passed between groups. A value is identified by its equation's number and its result index."""
-
-    def __init__(self, groups: dict[int, Group]):
-        self.groups, self.passed_on, self.reads = groups, set[Result](), dict[int, tuple[Result, ...]]()
-        self.own = dict[int, tuple[bool, ...]]()
-        self.moved = set[Result]()  # the inputs of a block, moved
-
-    def block(self, block: Block, ins: Sequence[Any]) -> list[Any]:
-        env = block.environment(ins, [None] * len(block.jaxpr.constvars))
-        return evaluate(block, env, self._rule, lambda literal, place: None)
-
-    def run(self, block: Block) -> None:
-        """Passes on the results of a block, whose inputs no group computes."""
-        self.passed_on.update(filter(None, self.block(block, [None] * len(block.jaxpr.invars))))
-
-    def _rule(self, place: Site, producers: Sequence[Any]) -> Sequence[Any]:
-        if is_transparent(place):
-            return self.block(place.blocks[0], producers)
-        if passes_through(place) and producers[0] is not None:
-            return producers[:1]
-        inside, group = bool(place.blocks), self.groups[place.number]
-        if passes_through(place):
-            self.moved.add((place.number, 0))
-        self.reads[place.number] = tuple(filter(None, producers))
-        is_same = [p is not None and self.groups[p[0]] == group for p in producers]
-        self.own[place.number] = tuple(same and p not in self.moved for same, p in zip(is_same, producers, strict=True))
-        self.passed_on.update(
-            p for same, p in zip(is_same, producers, strict=True) if p is not None and (inside or not same)
-        )
-        for body in place.blocks:
-            self.run(body)
-        return [None if inside else (place.number, i) for i in range(len(place.outvars))]
 
 
 ErrorNote = tuple[Any, Any, Any]  # largest magnitude, sums of squares in units of it, counts of inf or NaN in half only
@@ -221,16 +209,9 @@ def _as_stored(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     if float8 or primitive(eqn.primitive.name).contracts:  # a matmul that quantises its operands
         return bound(eqn, arrays, False)
     return [
-        _narrowed(x, v.aval.dtype) if is_half(v) else x
+        narrowed(x, v.aval.dtype) if is_half(v) else x
         for x, v in zip(bound(eqn, arrays, True), eqn.outvars, strict=True)
     ]
-
-
-def _narrowed(x: Any, dtype: Any) -> Any:
-    if not in_host_memory(x):
-        return lax.convert_element_type(x, dtype)
-    with np.errstate(all="ignore"):
-        return np.asarray(x).astype(dtype)
 
 
 class EagerLockstep(Eager, Lockstep):
@@ -245,7 +226,7 @@ def _from_outside(x: Values) -> Values:
     """A value from another module, with `fresh` reset to the exact value rounded to the dtype in the program."""
     if x.half is x.exact or (dtype := jnp.result_type(x.half)) == jnp.result_type(x.exact):
         return x._replace(fresh=x.exact)
-    return x._replace(fresh=_narrowed(x.exact, dtype) if is_half(x.half) else cast(x.exact, dtype))
+    return x._replace(fresh=narrowed(x.exact, dtype) if is_half(x.half) else cast(x.exact, dtype))
 
 
 def _at_full_precision(eqn: Any) -> Any:
@@ -281,26 +262,14 @@ class ErrorProbe(Probe):
         return size, sums, a[2] + b[2]
 
 
-# Up to this many elements, NumPy is faster than compiling a program for the shape.
-_SMALL = 2**20
-
-
-def error_note(exact: Any, half: Any, fresh: Any) -> ErrorNote:
-    """The error note of an array.
+@on_host_or_compiled
+def error_note(numpy: Any, *arrays: Any) -> ErrorNote:
+    """The error note of an array, given its `Values`.
 
     It holds the largest magnitude of `exact`; the sums of exact², (half − exact)² and (fresh − exact)² in units of its
     square; and the counts of inf or NaN in `half` and `fresh` where `exact` is finite or NaN (infinities in `exact` are
     those of masks).
     """
-    arrays = exact, half, fresh
-    if exact.size > _SMALL or not all(map(in_host_memory, arrays)):
-        return _compiled_note(*arrays)
-    with np.errstate(all="ignore"):
-        return _noted(np, *map(np.asarray, arrays))
-
-
-def _noted(numpy: Any, *arrays: Any) -> ErrorNote:
-    """`error_note`, computed with NumPy or `jax.numpy`."""
     exact, *others = (x.astype(np.float32) for x in arrays)
     known = numpy.isfinite(exact)
     size = numpy.max(numpy.where(known, numpy.abs(exact), np.float32(0)), initial=0)
@@ -313,6 +282,3 @@ def _noted(numpy: Any, *arrays: Any) -> ErrorNote:
         numpy.stack(sums),
         numpy.stack([numpy.sum((known & ~ok) | numpy.isnan(exact), dtype=np.int32) for ok in finite]),
     )
-
-
-_compiled_note: Callable[..., ErrorNote] = jax.jit(functools.partial(_noted, jnp))

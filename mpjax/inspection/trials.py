@@ -23,19 +23,9 @@ from mpjax.loss_scale.state import LossScaleState, find_loss_scale_state
 from mpjax.policy import is_castable
 from mpjax.program import compat, contexts
 from mpjax.program import objects as nnx_calls
+from mpjax.program.dtypes import is_half, is_low, narrowed, widened
 from mpjax.program.graph import Block, Site, lay_out, walk
-from mpjax.program.host import in_host_memory
-from mpjax.program.interpreter import (
-    COMPILER_OPTIONS,
-    Arrays,
-    Eager,
-    Instrumented,
-    Probe,
-    bind_as_stored,
-    is_half,
-    is_low,
-    widened,
-)
+from mpjax.program.interpreter import COMPILER_OPTIONS, Arrays, Eager, Instrumented, Probe, bind_as_stored
 from mpjax.program.objects import contains_nnx_object, filled, is_nnx_object
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import primitive
@@ -321,18 +311,5 @@ def _rounded(place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Se
         return outs
     if primitive(place.name).contracts:  # a matmul that quantises its operands
         return bind_as_stored(place.eqn, ins)
-    return [_round(x, v.aval.dtype) if is_low(v) else x for x, v in zip(outs, place.outvars, strict=True)]
-
-
-def _round(x: Any, dtype: Any) -> Any:
-    if in_host_memory(x):
-        with np.errstate(all="ignore"):
-            return np.asarray(x).astype(dtype).astype(np.float32)
-    return (_to_half_and_back if isinstance(x, jax.core.Tracer) else _compiled)(x, dtype)
-
-
-def _to_half_and_back(x: Any, dtype: Any) -> Any:
-    return lax.convert_element_type(lax.convert_element_type(x, dtype), np.float32)
-
-
-_compiled = functools.partial(jax.jit, static_argnums=1, compiler_options=COMPILER_OPTIONS)(_to_half_and_back)
+    pairs = zip(outs, place.outvars, strict=True)
+    return [narrowed(x, v.aval.dtype).astype(np.float32) if is_low(v) else x for x, v in pairs]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mpjax.inspection.lockstep import grouped
+from mpjax.inspection.lockstep import groups_of
 from mpjax.inspection.ranges.activations import PACKED, counted
 from mpjax.inspection.ranges.range_statistics import (
     Limits,
@@ -26,8 +26,9 @@ from mpjax.inspection.reports import Report, Section, percent
 from mpjax.inspection.trials import Loss, laid_out, named_call
 from mpjax.loss_scale.replicas import all_finite
 from mpjax.loss_scale.state import find_loss_scale_state, loss_scale_of
+from mpjax.program.dtypes import widened
 from mpjax.program.graph import Site
-from mpjax.program.interpreter import Instrumented, widened
+from mpjax.program.interpreter import Instrumented
 from mpjax.program.source import BACKWARD
 
 # The columns of a record's statistics.
@@ -332,7 +333,7 @@ def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Measurement:
     names: list[str] = []
     program = named_call(loss.gradient_at_any_scale(names), args, {"mpjax_loss_scale": scale})
     block = laid_out(program)
-    counts, groups = counted(block, len(names)), grouped(block).groups
+    counts, groups = counted(block, len(names)), groups_of(block)
     places = (p for p in block.places() if p.number in counts.all and floats(p.outvars))
     # Each against the half dtype in which it is stored or read.
     kept = (p for p in block.places() if p.name == PACKED and stores_eight_bits(p))

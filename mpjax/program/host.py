@@ -6,10 +6,12 @@ Matmuls and convolutions stay with XLA, whose thread pool they share.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import scipy  # loads `scipy.special` when it is first read: its import takes 0.2 s
 
@@ -24,6 +26,23 @@ def in_host_memory(x: Any) -> bool:
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
         return isinstance(x, np.ndarray)
     return [device.platform for device in x.devices()] == ["cpu"]
+
+
+_SMALL = 2**20  # elements, up to which NumPy takes less time than compiling a program for the shapes
+
+
+def on_host_or_compiled(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of arrays that `fun(numpy, *arrays)` is: by NumPy for small ones in host memory, else compiled."""
+    compiled = jax.jit(functools.partial(fun, jnp))
+
+    @functools.wraps(fun)
+    def run(*arrays: Any) -> Any:
+        if not all(map(in_host_memory, arrays)) or max(map(np.size, arrays)) > _SMALL:
+            return compiled(*arrays)
+        with np.errstate(all="ignore"):
+            return fun(np, *map(np.asarray, arrays))
+
+    return run
 
 
 def bind_on_host(eqn: Any, arrays: Sequence[Any], wide: bool) -> list[Any] | None:

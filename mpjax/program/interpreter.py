@@ -24,10 +24,11 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
 from mpjax.program import compat
+from mpjax.program.dtypes import is_half, is_low, widened
 from mpjax.program.evaluator import bind, cond, evaluate, scan, shard_map, while_loop
-from mpjax.program.formats import HALF_DTYPES, is_narrow
+from mpjax.program.formats import HALF_DTYPES
 from mpjax.program.graph import Block, Site, lay_out, manual_axes
-from mpjax.program.host import bind_on_host, in_host_memory
+from mpjax.program.host import bind_on_host
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.scopes import attributes
 
@@ -310,39 +311,6 @@ def _strong(arrays: Sequence[Any]) -> list[Any]:
         return lax.convert_element_type(x, jnp.result_type(x)) if getattr(jax.typeof(x), "weak_type", False) else x
 
     return jax.tree.map(strong, list(arrays))
-
-
-def _aval(x: Any) -> Any:
-    return getattr(x, "aval", None) or jax.typeof(x)
-
-
-def is_inexact(x: Any) -> bool:
-    """Whether a value or a variable is an array of floats, real or complex."""
-    return compat.is_inexact(_aval(x))
-
-
-def is_float(x: Any) -> bool:
-    """Whether a value or a variable is an array of real floats."""
-    return compat.is_shaped(_aval(x)) and bool(jnp.issubdtype(_aval(x).dtype, jnp.floating))
-
-
-def is_half(x: Any) -> bool:
-    """Whether a value or a variable is a float16 or bfloat16 array."""
-    return compat.is_shaped(_aval(x)) and _aval(x).dtype in HALF_DTYPES
-
-
-def is_low(x: Any) -> bool:
-    """Whether a value or a variable is an array of floats of at most 16 bits."""
-    return compat.is_shaped(_aval(x)) and is_narrow(_aval(x).dtype)
-
-
-def widened(x: Any) -> Any:
-    """A half array cast to float32, zeros for an array that takes no memory; any other value unchanged."""
-    if isinstance(getattr(_aval(x), "dtype", None), compat.Empty):
-        return jnp.zeros(x.shape, np.float32)
-    if not is_half(x):
-        return x
-    return np.asarray(x, np.float32) if in_host_memory(x) else lax.convert_element_type(x, np.float32)
 
 
 def bound(eqn: Any, arrays: Sequence[Any], wide: bool) -> list[Any]:

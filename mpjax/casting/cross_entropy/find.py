@@ -28,8 +28,8 @@ from mpjax.casting.cross_entropy.labels import (
 from mpjax.casting.setting import tracked
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow
+from mpjax.program.dtypes import is_half
 from mpjax.program.graph import walk
-from mpjax.program.interpreter import is_half
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import source_line
 

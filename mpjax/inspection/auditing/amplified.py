@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.program import compat
+from mpjax.program.dtypes import is_float, is_half
 from mpjax.program.graph import Site, is_entered
 from mpjax.program.inlining import CONSTANT, INPUT, Flow, Node, Value
-from mpjax.program.interpreter import is_float, is_half
 from mpjax.program.primitives import MATMULS, Op, drops_axes, is_product, primitive
 from mpjax.program.source import FORWARD
 

@@ -23,9 +23,9 @@ from mpjax.inspection.devices import device_of, local_device
 from mpjax.inspection.reports import added_up, totals
 from mpjax.inspection.trials import named_call
 from mpjax.program import compat, contexts
+from mpjax.program.dtypes import is_float
 from mpjax.program.graph import Site, not_entered, operands_read, walk
 from mpjax.program.inlining import Flow, Node, Value, flow_of
-from mpjax.program.interpreter import is_float
 from mpjax.program.objects import filled
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import Op, primitive

@@ -16,9 +16,9 @@ import numpy as np
 
 from mpjax.casting import autocast_disabled
 from mpjax.program import compat
+from mpjax.program.dtypes import is_half, widened
 from mpjax.program.graph import Site
 from mpjax.program.inlining import Node, Value, flow_of
-from mpjax.program.interpreter import is_half, widened
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import is_library_file
 from mpjax.program.tracing import TracedCall, traced_call

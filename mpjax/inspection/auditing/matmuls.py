@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from mpjax.inspection.devices import Device
 from mpjax.inspection.reports import added_up, amount, totals
 from mpjax.program import compat
+from mpjax.program.dtypes import is_float, is_half
 from mpjax.program.formats import NAMES, is_narrow
 from mpjax.program.graph import Site, sub_jaxprs
 from mpjax.program.inlining import Flow, Node
-from mpjax.program.interpreter import is_float, is_half
 from mpjax.program.primitives import Op, is_weight_gradient, primitive
 from mpjax.program.source import FORWARD
 

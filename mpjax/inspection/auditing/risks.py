@@ -15,9 +15,9 @@ from mpjax.inspection.auditing.constants import Lost, lost_constants, rounded, r
 from mpjax.inspection.auditing.scaled_gradients import scaling_risks
 from mpjax.inspection.auditing.unchecked import unchecked
 from mpjax.program import compat
+from mpjax.program.dtypes import is_float, is_half
 from mpjax.program.graph import Site, sub_jaxprs
 from mpjax.program.inlining import CONSTANT, INPUT, Flow, Node, Value
-from mpjax.program.interpreter import is_float, is_half
 from mpjax.program.primitives import Op, drops_axes, primitive
 from mpjax.program.source import BACKWARD
 from mpjax.program.tracing import TracedCall

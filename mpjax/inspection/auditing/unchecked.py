@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from mpjax.program.dtypes import is_float
 from mpjax.program.graph import Site
 from mpjax.program.inlining import CONSTANT, Flow, Node, Value
-from mpjax.program.interpreter import is_float
 from mpjax.program.primitives import primitive
 from mpjax.program.source import BACKWARD
 

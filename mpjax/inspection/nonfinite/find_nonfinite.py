@@ -33,9 +33,10 @@ from mpjax.inspection.reports import array_text
 from mpjax.inspection.trials import argument_name, trace_to_run
 from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
+from mpjax.program.dtypes import is_float, is_half, is_inexact, widened
 from mpjax.program.graph import NOBODY, Block, Owners, Site, lay_out, walk
 from mpjax.program.inlining import Flow, Node, flow_of
-from mpjax.program.interpreter import Eager, Instrumented, Key, is_float, is_half, is_inexact, widened
+from mpjax.program.interpreter import Eager, Instrumented, Key
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import MATMULS, Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD

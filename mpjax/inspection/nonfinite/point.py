@@ -12,9 +12,10 @@ import numpy as np
 
 from mpjax.inspection.nonfinite.provenance import Provenance
 from mpjax.program import compat
+from mpjax.program.dtypes import is_inexact, widened
 from mpjax.program.graph import Block, Site
 from mpjax.program.host import in_host_memory
-from mpjax.program.interpreter import Arrays, Key, Notes, Probe, is_inexact, widened
+from mpjax.program.interpreter import Arrays, Key, Notes, Probe
 
 
 def at_iteration(iteration: Sequence[Any], target: Sequence[int]) -> Any:

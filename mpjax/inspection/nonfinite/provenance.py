@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from mpjax.program.dtypes import is_float, is_inexact
 from mpjax.program.evaluator import evaluate
 from mpjax.program.graph import Block, Site
-from mpjax.program.host import in_host_memory
-from mpjax.program.interpreter import Arrays, Key, Notes, Probe, is_float, is_inexact
+from mpjax.program.host import on_host_or_compiled
+from mpjax.program.interpreter import Arrays, Key, Notes, Probe
 from mpjax.program.primitives import primitive
 from mpjax.program.source import BACKWARD
 
@@ -29,32 +29,15 @@ MASK = -1  # of an argument: -inf, and no other inf or NaN
 _FOUND = ("found",)
 
 
-# Up to this many elements, NumPy is faster than compiling a program for the shape.
-_SMALL = 2**20
+def _codes(numpy: Any, x: Any, axes: tuple[int, ...] | None) -> Any:
+    finite, nan = numpy.isfinite(x).all(axes), numpy.isnan(x).any(axes)
+    return numpy.where(finite, 0, numpy.where(nan, NAN, INF)).astype(np.int32)
 
 
-def code_of(x: Any) -> Any:
-    """The code of an array, int32: one reduction."""
-    if not in_host_memory(x) or x.size > _SMALL:
-        return _compiled_code(x)
-    array = np.asarray(x)
-    return np.int32(0 if np.isfinite(array).all() else NAN if np.isnan(array).any() else INF)
-
-
-@jax.jit
-def _compiled_code(x: Any) -> Any:
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return lax.max(_compiled_code(lax.real(x)), _compiled_code(lax.imag(x)))
-    return _reduced(x, tuple(range(x.ndim)))
-
-
-def _reduced(x: Any, axes: tuple[int, ...]) -> Any:
-    zero = lax.full_like(x, 0, np.int32)
-    inf, nan = lax.full_like(x, INF, np.int32), lax.full_like(x, NAN, np.int32)
-    codes = lax.select(lax.is_finite(x), zero, lax.select(lax.ne(x, x), nan, inf))
-    return (
-        lax.reduce_max(codes, axes) if x.size else jnp.zeros([n for i, n in enumerate(x.shape) if i not in axes], int)
-    )
+@on_host_or_compiled
+def code_of(numpy: Any, x: Any) -> Any:
+    """The code of an array, int32."""
+    return _codes(numpy, x, None)
 
 
 def code_of_argument(x: Any, code: int) -> int:
@@ -120,7 +103,7 @@ class CodeProbe(Probe):
         notes: dict[Key, Any] = {}
         for i in _sliced(place):
             x = place.blocks[0].split(ins)[2][i]
-            codes = _reduced(x, tuple(range(1, x.ndim)))
+            codes = _codes(jnp, x, tuple(range(1, x.ndim)))
             notes["slices", place.number, i] = codes[::-1] if place.eqn.params["reverse"] else codes
         return notes
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpjax.program.dtypes import is_half, is_low
 from mpjax.program.evaluator import evaluate
 from mpjax.program.graph import Block, Site
-from mpjax.program.interpreter import is_half, is_low
 from mpjax.program.primitives import MATMULS, primitive
 from mpjax.program.source import BACKWARD, FORWARD
 

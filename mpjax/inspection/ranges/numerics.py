@@ -30,8 +30,9 @@ from mpjax.inspection.ranges.report import Range, Tried
 from mpjax.inspection.trials import Loss, Trial, below_root, laid_out, scale_state, trace_to_run
 from mpjax.policy import HALF_DTYPES, Policy, get_policy
 from mpjax.program import compat
+from mpjax.program.dtypes import is_half, is_inexact, widened
 from mpjax.program.graph import Block
-from mpjax.program.interpreter import Eager, is_half, is_inexact, widened
+from mpjax.program.interpreter import Eager
 from mpjax.program.linearity import NonlinearRuleWarning
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD

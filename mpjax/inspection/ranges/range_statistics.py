@@ -15,9 +15,10 @@ from jax import lax
 
 from mpjax.inspection.ranges.activations import COPIES, PACKED, Counted, in_units_of_scales
 from mpjax.program import compat
+from mpjax.program.dtypes import is_float
 from mpjax.program.graph import Block, Site
 from mpjax.program.host import in_host_memory
-from mpjax.program.interpreter import Arrays, Key, Notes, Probe, is_float
+from mpjax.program.interpreter import Arrays, Key, Notes, Probe
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import RECOMPUTED
 
