@@ -22,7 +22,6 @@ from mpjax.loss_scale import static_loss_scale, value_and_grad
 from mpjax.loss_scale.state import LossScaleState, find_loss_scale_state
 from mpjax.policy import is_castable
 from mpjax.program import compat, contexts
-from mpjax.program import objects as nnx_calls
 from mpjax.program.dtypes import is_half, is_low, narrowed, widened
 from mpjax.program.graph import Block, Site, lay_out, walk
 from mpjax.program.interpreter import COMPILER_OPTIONS, Arrays, Eager, Instrumented, Probe, bind_as_stored
@@ -36,7 +35,7 @@ from mpjax.program.tracing import TracedCall, traced_call
 
 def trace_to_run(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> TracedCall:
     """Traces a call that will be run. Its arguments must be arrays, not shapes."""
-    program = named_call(fun, args, kwargs)
+    program = traced_call(fun, args, kwargs)
     for name, array in zip(program.names, program.arrays, strict=True):
         if isinstance(array, (jax.ShapeDtypeStruct, jax.core.Tracer)):
             raise TypeError(
@@ -46,23 +45,9 @@ def trace_to_run(caller: str, fun: Callable[..., Any], args: Sequence[Any], kwar
     return program
 
 
-def named_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> TracedCall:
-    """A traced call whose arguments have the names of `argument_names`."""
-    program = traced_call(fun, args, kwargs)
-    program.names = argument_names(program, args, kwargs)
-    return program
-
-
 def laid_out(program: TracedCall) -> Block:
     """The equations of a program, with the modules that own them."""
     return lay_out(program.jaxpr, owners=owners_of(program.jaxpr, program.names))
-
-
-def argument_names(program: TracedCall, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-    """The tree paths of a program's arguments in `(args, kwargs)`, including those of NNX objects that were split."""
-    if not nnx_calls.contains_state((args, kwargs)):
-        return list(program.names)
-    return nnx_calls.names(program.names, args, kwargs)
 
 
 def below_root(path: str, paths: Collection[str]) -> str:
@@ -210,14 +195,13 @@ class Trial:
         gradient = loss.gradient_at_any_scale(self.names)
         self._program = trace_to_run(caller, gradient, args, {"mpjax_loss_scale": np.float32(1)})
         self._scale = next(i for i, name in enumerate(self._program.names) if "mpjax_loss_scale" in name)
-        self._owners = owners_of(self._program.jaxpr, self._program.names)
-        self._block = lay_out(self._program.jaxpr, owners=self._owners)
+        self._block = laid_out(self._program)
         self._evaluation = Eager(Probe(), wide=True, replace=Partial(_rounded))
 
     @functools.cached_property
     def sites(self) -> list[Site]:
         """The program's equations."""
-        return list(walk(self._program.jaxpr, owners=self._owners))
+        return list(walk(self._program.jaxpr, owners=owners_of(self._program.jaxpr, self._program.names)))
 
     @property
     def half_share(self) -> float:

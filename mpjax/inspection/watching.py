@@ -23,13 +23,14 @@ from mpjax.inspection.ranges.range_statistics import (
     stores_eight_bits,
 )
 from mpjax.inspection.reports import Report, Section, percent
-from mpjax.inspection.trials import Loss, laid_out, named_call
+from mpjax.inspection.trials import Loss, laid_out
 from mpjax.loss_scale.replicas import all_finite
 from mpjax.loss_scale.state import find_loss_scale_state, loss_scale_of
 from mpjax.program.dtypes import widened
 from mpjax.program.graph import Site
 from mpjax.program.interpreter import Instrumented
 from mpjax.program.source import BACKWARD
+from mpjax.program.tracing import traced_call
 
 # The columns of a record's statistics.
 COLUMNS = ("amax", "flushed", "zeros", "nonfinite")
@@ -286,7 +287,7 @@ def watch(
                 statistics=state.statistics.at[at].set(program.run(scale)),
             )
             if callback is not None:
-                jax.debug.callback(functools.partial(_call, callback), new)
+                jax.debug.callback(lambda state: callback(jax.tree.map(np.asarray, state).records()[-1]), new)
             return new
 
         due = (state.step % every == 0) | (~finite & state.last_finite)
@@ -294,10 +295,6 @@ def watch(
         return dataclasses.replace(state, step=state.step + 1, last_finite=finite)
 
     return Watch(init, update)
-
-
-def _call(callback: Callable[[WatchRecord], Any], state: WatchState) -> None:
-    callback(jax.tree.map(np.asarray, state).records()[-1])
 
 
 def _is_finite(grads: Any, finite: Any, state: WatchState) -> Any:
@@ -331,7 +328,7 @@ class _Measurement:
 
 def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Measurement:
     names: list[str] = []
-    program = named_call(loss.gradient_at_any_scale(names), args, {"mpjax_loss_scale": scale})
+    program = traced_call(loss.gradient_at_any_scale(names), args, {"mpjax_loss_scale": scale})
     block = laid_out(program)
     counts, groups = counted(block, len(names)), groups_of(block)
     places = (p for p in block.places() if p.number in counts.all and floats(p.outvars))

@@ -18,7 +18,6 @@ from mpjax.casting.autocast import autocast
 from mpjax.casting.setting import Trial
 from mpjax.inspection.auditing.audit import gradient_of
 from mpjax.inspection.auditing.matmuls import Matmul, matmuls_of
-from mpjax.inspection.trials import argument_names
 from mpjax.launcher.patches import autocast_gradients
 from mpjax.planning import kernel_time
 from mpjax.planning.target import TARGETS, Target, traced_for
@@ -266,7 +265,6 @@ class Step:
             fun = autocast(fun, self.policy)
         if not cast or whole:
             program = traced_call(fun, args, kwargs)
-        names = argument_names(program, args, kwargs)
         differentiates = any(site.phase != FORWARD for site in walk(program.jaxpr))
         carried = carried_by(program, args, kwargs) if differentiates else {}
         first = next(iter(compat.open_jaxpr(program.jaxpr).jaxpr.outvars), None)
@@ -274,9 +272,8 @@ class Step:
         gradient = gradient_of(program) if is_scalar and not differentiates else None
         if gradient is not None:
             with contexts.scaled_losses(()):  # the user did not differentiate it
-                program = trace(gradient, tuple(program.arrays), {}, None)
-        kinds = kinds_of(program, names, carried)
-        program.names = names
+                program = dataclasses.replace(trace(gradient, tuple(program.arrays), {}, None), names=program.names)
+        kinds = kinds_of(program, carried)
         return Traced(program, kinds, carried, self._donated, trial, gradient is not None, whole)
 
     @functools.cached_property
@@ -423,7 +420,7 @@ def _signature(tree: Any) -> Any:
     return structure, [leaf.type if isinstance(leaf, _Slot) else type(leaf) for leaf in leaves]
 
 
-def kinds_of(program: TracedCall, names: Sequence[str], carried: Mapping[int, int]) -> list[str]:
+def kinds_of(program: TracedCall, carried: Mapping[int, int]) -> list[str]:
     """The kind of each argument: parameters, optimizer state or inputs.
 
     What a step returns updated is a parameter if the differentiated function reads it, and else optimizer state. A
@@ -443,6 +440,6 @@ def kinds_of(program: TracedCall, names: Sequence[str], carried: Mapping[int, in
         if carried:
             return INPUTS if i not in carried else PARAMETERS if i in read else STATE
         is_float = jax.numpy.issubdtype(program.arrays[i].dtype, jax.numpy.inexact)
-        return PARAMETERS if names[i].startswith("[0][0]") and is_float else INPUTS
+        return PARAMETERS if program.names[i].startswith("[0][0]") and is_float else INPUTS
 
     return [kind(i) for i in range(len(program.arrays))]

@@ -102,9 +102,15 @@ def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, An
 
 
 def traced_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> TracedCall:
-    """The traced program of a call as it runs, with the casts of any autocast inside."""
-    call, args, kwargs, _ = functional(fun, args, kwargs)
-    return trace(call, args, kwargs, None)
+    """The traced program of a call as it runs, with the casts of any autocast inside.
+
+    Its names are the tree paths of arrays in `(args, kwargs)`, also of those in NNX objects.
+    """
+    call, given, keywords, _ = functional(fun, args, kwargs)
+    program = trace(call, given, keywords, None)
+    if objects.contains_state((args, kwargs)):
+        program.names = objects.names(program.names, args, kwargs)
+    return program
 
 
 # Running operations of code that is being traced in another way.

@@ -21,16 +21,15 @@ from mpjax.inspection.auditing.report import PrecisionReport as PrecisionReport
 from mpjax.inspection.auditing.risks import Risk, risks_of
 from mpjax.inspection.devices import device_of, local_device
 from mpjax.inspection.reports import added_up, totals
-from mpjax.inspection.trials import named_call
 from mpjax.program import compat, contexts
 from mpjax.program.dtypes import is_float
 from mpjax.program.graph import Site, not_entered, operands_read, walk
-from mpjax.program.inlining import Flow, Node, Value, flow_of
+from mpjax.program.inlining import Flow, Value, flow_of
 from mpjax.program.objects import filled
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD, SCALED, UPDATE, reason, scopes
-from mpjax.program.tracing import TracedCall
+from mpjax.program.tracing import TracedCall, traced_call
 
 # By name: what each kind of higher-order primitive means for the figures.
 
@@ -110,7 +109,7 @@ def audit(
 
 def _read(fun: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[TracedCall, Flow, list[Site]]:
     """The traced call, and its equations in both forms."""
-    program = named_call(fun, args, kwargs)
+    program = traced_call(fun, args, kwargs)
     owners = owners_of(program.jaxpr, program.names)
     return program, flow_of(program.jaxpr, owners), list(walk(program.jaxpr, owners=owners))
 
@@ -147,18 +146,14 @@ _WIDENED = (
 
 def _kept(residuals: Sequence[Value], flow: Flow) -> tuple[Kept, ...]:
     """The kept values by the operation that makes them, most bytes first."""
+    marks_saved = lambda node: node.site.name in ("reduce_precision", "name")  # noqa: E731 - by a checkpoint's policy
     rows = (
         ((node.site.path, node.site.source, node.site.name, value.aval.dtype.name), (value.bytes, 1))
         for value in residuals
-        if value.bytes and (node := flow.maker(flow.source(value, _marks_saved))) is not None
+        if value.bytes and (node := flow.maker(flow.source(value, marks_saved))) is not None
     )
     found = (Kept(*place, size, count) for place, (size, count) in added_up(rows).items())
     return tuple(sorted(found, key=lambda row: -row.bytes))
-
-
-def _marks_saved(node: Node) -> bool:
-    """Whether it only marks what a policy of a checkpoint saves."""
-    return node.site.name in ("reduce_precision", "name")
 
 
 def residuals_of(flow: Flow) -> Iterator[Value]:

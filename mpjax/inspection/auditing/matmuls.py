@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from mpjax.program import compat
 from mpjax.program.dtypes import is_float, is_half
 from mpjax.program.formats import NAMES, is_narrow
 from mpjax.program.graph import Site, sub_jaxprs
-from mpjax.program.inlining import Flow, Node
+from mpjax.program.inlining import Flow
 from mpjax.program.primitives import Op, is_weight_gradient, primitive
 from mpjax.program.source import FORWARD
 
@@ -97,14 +98,7 @@ class Matmul:
         return {"HIGHEST": 6, "F32_F32_F32": 6, "HIGH": 3}.get(self.precision, 1)
 
 
-_SHORT = {
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "TF32": "tfloat32",
-    "F32": "float32",
-    "F64": "float64",
-    "ANY_F8": "float8",
-}
+_KINDS = {"BF": "bfloat", "TF": "tfloat", "F": "float"}
 
 
 def _multiplied(precision: str) -> str:
@@ -114,9 +108,8 @@ def _multiplied(precision: str) -> str:
         >>> _multiplied("TF32_TF32_F32"), _multiplied("BF16_BF16_F32_X3"), _multiplied("HIGHEST")
         ('tfloat32', 'bfloat16×3', '')
     """
-    name, _, times = precision.partition("_X")
-    short = next((text for prefix, text in _SHORT.items() if name.startswith(f"{prefix}_")), "")
-    return f"{short}×{times}" if short and times else short
+    found = re.match(r"(?:ANY_)?(BF|TF|F)(\d+)_.*?(?:_X(\d))?$", precision)
+    return f"{_KINDS[found[1]]}{found[2]}{f'×{found[3]}' if found[3] else ''}" if found else ""
 
 
 def matmuls_of(sites: Iterable[Site]) -> tuple[Matmul, ...]:
@@ -212,16 +205,13 @@ class Finding:
 
 def widened_at(flow: Flow) -> dict[tuple[str, str, str], str]:
     """The lines that widen half operands of matmuls to float32, by the matmuls' module, line and primitive."""
-    matmuls = (node for node in flow.eqns if node.site.flops and node.site.phase == FORWARD)
-    places = (((node.site.path, node.site.source, node.site.name), _widened_at(flow, node)) for node in matmuls)
-    return {place: line for place, line in places if line}
-
-
-def _widened_at(flow: Flow, matmul: Node) -> str:
-    """The line of the nearest operation before a matmul that makes float32 of half; empty if there is none."""
-    wide = [v for v in matmul.reads[:2] if v.aval.dtype == jnp.float32]
-    makers = flow.made_by(wide, lambda node: () if node.site.flops else filter(is_float, node.reads))
-    return next((node.site.source for node in makers if any(map(is_half, node.reads))), "")
+    found: dict[tuple[str, str, str], str] = {}
+    for matmul in (node for node in flow.eqns if node.site.flops and node.site.phase == FORWARD):
+        wide = [v for v in matmul.reads[:2] if v.aval.dtype == jnp.float32]
+        makers = flow.made_by(wide, lambda node: () if node.site.flops else filter(is_float, node.reads))
+        if line := next((node.site.source for node in makers if any(map(is_half, node.reads))), ""):
+            found[matmul.site.path, matmul.site.source, matmul.site.name] = line
+    return found
 
 
 def findings_of(rows: Sequence[Matmul], tpu: bool, widened: Mapping[tuple[str, str, str], str]) -> tuple[Finding, ...]:

@@ -12,8 +12,7 @@ import numpy as np
 
 from mpjax.inspection.auditing.amplified import Amplified, Facts, amplified, exact_up_to, of_constant
 from mpjax.inspection.auditing.constants import Lost, lost_constants, rounded, rounded_text
-from mpjax.inspection.auditing.scaled_gradients import scaling_risks
-from mpjax.inspection.auditing.unchecked import unchecked
+from mpjax.inspection.auditing.scaled_gradients import scaling_risks, unchecked
 from mpjax.program import compat
 from mpjax.program.dtypes import is_float, is_half
 from mpjax.program.graph import Site, sub_jaxprs

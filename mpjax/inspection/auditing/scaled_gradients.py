@@ -1,21 +1,22 @@
-"""What a program does with gradients while a loss scale multiplies them: whether one does, clips, divisions."""
+"""What a program does with gradients that a loss scale multiplies: whether one does, clips, divisions, replacements."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from mpjax.inspection.auditing.unchecked import repeats
+from mpjax.program.dtypes import is_float
 from mpjax.program.graph import Site
 from mpjax.program.inlining import CONSTANT, Flow, Node, Value
 from mpjax.program.primitives import MATMULS, primitive
 from mpjax.program.source import BACKWARD
 
-# By name: a clip is a maximum, a minimum, or a `where` of a comparison.
+# By name: a clip is a maximum, a minimum, or a `where` of a comparison; `nan_to_num` and `where` are selections.
 
 _LEAST = 1e-4  # Smaller constants guard a division against zero.
+_BOUNDS = {"max": "min", "min": "max"}
 _LARGEST = 0.25  # of the loss scale: a greater constant may be a bound that was multiplied by it
 
 
@@ -28,7 +29,8 @@ def scaling_risks(flow: Flow) -> Iterator[tuple[str, Site]]:
         if any(_is_one(flow, v) for v in node.reads) and not any(v.aval.shape for v in node.reads):
             first |= flow.after(node.writes[0])
             pairs = zip(node.reads, node.reads[::-1], strict=True) if node.site.name == "mul" else ()
-            factors += [_Scaled(flow, node.writes[0], _source(flow, v)) for one, v in pairs if _is_one(flow, one)][:1]
+            others = [flow.source(v, repeats) for one, v in pairs if _is_one(flow, one)]
+            factors += [_Scaled(flow, node.writes[0], factor) for factor in others[:1]]
     scaled = {value for factor in factors if factor.may_be_scale for value in factor.values}
     backward = [each for each in flow.eqns if each.site.phase == BACKWARD and scaled.isdisjoint(each.reads)]
     marks = [each for each in backward if each.site.name == "unscaled" and each.site.eqn.params.get("backward")]
@@ -97,7 +99,7 @@ class _Scaled:
 
     def _is_factor(self, value: Value, inverse: bool = False) -> bool:
         """Whether a value is the factor, or one over it."""
-        value = _source(self.flow, value)
+        value = self.flow.source(value, repeats)
         if inverse and value.constant is None:
             node = self.flow.maker(value)
             return node is not None and node.site.name == "div" and self._is_factor(node.reads[1])
@@ -111,7 +113,7 @@ class _Scaled:
         row, scaled = primitive(node.site.name), self._scaled_reads(node)
         if not (row.compares or node.site.name in ("max", "min", "clamp")) or len(scaled) != 1:
             return False
-        ratio = self.flow.maker(_source(self.flow, scaled[0]))
+        ratio = self.flow.maker(self.flow.source(scaled[0], repeats))
         if ratio is not None and ratio.site.name == "div" and ratio.reads[1] in self.values:
             return self._is_bound(ratio.reads[0])  # max_norm / norm, compared with 1
         return any(self._is_bound(v) for v in node.reads if v is not scaled[0])
@@ -120,16 +122,11 @@ class _Scaled:
         """Whether a value is no scaled one, nor one that guards against zero or tests for infinity."""
         if value in self.values:
             return False
-        value = _source(self.flow, value)
+        value = self.flow.source(value, repeats)
         if value.constant is None:
             return self.factor.constant is not None or not self.flow.depends([value], self.factor)
         most = np.inf if self.factor.constant is None else _LARGEST * np.abs(self.factor.constant)
         return bool(np.any(np.abs(value.constant) >= _LEAST) and np.all(np.abs(value.constant) < most))
-
-
-def _source(flow: Flow, value: Value) -> Value:
-    found: Value = flow.source(value, repeats)
-    return found
 
 
 def _is_one(flow: Flow, value: Value) -> bool:
@@ -137,3 +134,73 @@ def _is_one(flow: Flow, value: Value) -> bool:
     scales = lambda node: repeats(node) or (node.site.phase == BACKWARD and primitive(node.site.name).scales)  # noqa: E731
     source = flow.source(value, scales)
     return source.kind == CONSTANT and not value.aval.shape and bool(np.all(np.asarray(source.constant) == 1))
+
+
+def unchecked(flow: Flow) -> Iterator[Site]:
+    """The operations by which gradients pass whose inf or NaN they replace by constants, before an `is_finite`."""
+    checks = [node for node in flow.eqns if node.site.name == "is_finite"]
+    candidates = [node for node in flow.eqns if _replaces(flow, node)] if checks else []
+    if candidates:
+        checked = {id(node) for node in flow.before([check.reads[0] for check in checks])}
+        yield from (node.site for node in candidates if id(node) in checked)
+
+
+def _replaces(flow: Flow, node: Node) -> bool:
+    """Whether a node replaces elements of a gradient that are not finite, or bounds both ends of it."""
+    name, reads = node.site.name, node.reads
+    if not node.writes or not is_float(node.writes[0]):
+        return False
+    if name == "select_n":
+        chosen = any(_is_constant(flow, v) for v in reads[1:]) and any(_is_gradient(flow, v) for v in reads[1:])
+        return chosen and _tests_gradients(flow, reads[0])
+    if name == "clamp":
+        return _is_gradient(flow, reads[1])
+    inner = _bounded(flow, node)
+    other = flow.maker(inner) if inner is not None else None
+    beyond = _bounded(flow, other) if other is not None and _BOUNDS.get(name) == other.site.name else None
+    # A bound of a scalar, such as a norm, is no clipping of elements.
+    return beyond is not None and bool(node.writes[0].aval.shape) and _is_gradient(flow, beyond)
+
+
+def _bounded(flow: Flow, node: Node) -> Value | None:
+    """The operand that a maximum or minimum with a constant bounds."""
+    if node.site.name not in _BOUNDS:
+        return None
+    return next((v for v, bound in zip(node.reads, node.reads[::-1], strict=True) if _is_constant(flow, bound)), None)
+
+
+def _is_constant(flow: Flow, value: Value) -> bool:
+    return flow.source(value, lambda node: primitive(node.site.name).whole or repeats(node)).kind == CONSTANT
+
+
+def repeats(node: Node) -> bool:
+    """Whether an operation only moves, repeats or casts."""
+    return primitive(node.site.name).moves or node.site.name == "convert_element_type"
+
+
+def _is_gradient(flow: Flow, value: Value) -> bool:
+    """Whether a value is a gradient, up to scaling, sums, casts and replaced elements."""
+
+    def through(node: Node) -> Iterable[Value]:
+        row = primitive(node.site.name)
+        passes = row.scales or row.adds or row.communicates or repeats(node)
+        return filter(is_float, node.reads) if passes or node.site.name in ("select_n", *_BOUNDS) else ()
+
+    return any(node.site.phase == BACKWARD for node in flow.made_by([value], through))
+
+
+def _tests_gradients(flow: Flow, mask: Value) -> bool:
+    """Whether a mask follows from which elements of gradients are NaN, infinite, or finite."""
+
+    def is_test(node: Node) -> bool:
+        constants = [v.constant for v in node.reads if v.constant is not None]
+        compares = primitive(node.site.name).compares and len(node.reads) == 2
+        with_itself = compares and node.reads[0] is node.reads[1]
+        with_nonfinite = compares and any(not np.isfinite(np.asarray(c, np.float32)).all() for c in constants)
+        return node.site.name == "is_finite" or with_itself or with_nonfinite
+
+    def through(node: Node) -> Iterable[Value]:
+        return () if is_test(node) else (read for read in node.reads if read.aval.dtype == np.bool_)
+
+    tested = (read for node in flow.made_by([mask], through) if is_test(node) for read in node.reads)
+    return any(_is_gradient(flow, flow.source(read, lambda node: node.site.name == "abs")) for read in tested)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,12 +114,7 @@ def _result_names(program: TracedCall) -> list[str]:
     return [f"result{jax.tree_util.keystr(path)}" for path, leaf in leaves if leaf in marks]
 
 
-class _Watched(NamedTuple):
-    """One run: whether a check for finite values failed, the trip count of each `while`, the codes of the results."""
-
-    failed: bool
-    trips: dict[int, int]
-    codes: Sequence[int]
+Watched = tuple[bool, dict[int, int], Sequence[int]]  # one run: `watched`, and the codes of the results
 
 
 class _Examined:
@@ -176,7 +171,7 @@ class _Examined:
         except Reached as found:  # outside of loops, the rest of the program need not run
             return jax.device_get(found.args[0])
 
-    def _watched(self, fault: Provenance | None = None, span: tuple[int, int] = (0, 0)) -> _Watched:
+    def _watched(self, fault: Provenance | None = None, span: tuple[int, int] = (0, 0)) -> Watched:
         """Runs the program; with a fault, with its elements made finite except those in a span of positions."""
         if fault is None or self._evaluation is None:  # which compiles loops once
             replace = finite_but(probe := WatchProbe(), fault, self._alike(fault))
@@ -186,7 +181,7 @@ class _Examined:
         evaluation.replace = Partial(evaluation.replace.func, jax.tree.map(np.int32, span))
         outs, notes = self.run(evaluation, self.leaves)
         codes, notes = jax.device_get((_codes(outs), notes))
-        return _Watched(*watched(notes), codes)
+        return *watched(notes), codes
 
     def _alike(self, fault: Provenance | None) -> set[int]:
         """The equation of a fault, and the same operation of the same line in repeated layers."""
@@ -199,7 +194,7 @@ class _Examined:
 def _search(program: _Examined) -> Provenance | None:
     """The first fault. A program without `while` runs only once."""
     has_while = any(place.name == "while" for place in program.places.values())
-    trips = program.watched().trips if has_while else {}
+    trips = program.watched()[1] if has_while else {}
     outs, notes = program.run(Eager(CodeProbe(program.block, trips)), program.leaves)
     program.codes, arguments = jax.device_get((_codes(outs), _codes(program.leaves)))
     arguments = list(map(code_of_argument, program.leaves, arguments))
@@ -216,12 +211,11 @@ def _first_that_reaches(program: _Examined, fault: Provenance, first: int, posit
         first: The position of its first element that is not finite.
         positions: The number of positions, over all devices.
     """
-    without = program.watched(fault, (0, 0))
+    failed_without, _, without = program.watched(fault, (0, 0))
 
     def reaches(low: int, high: int) -> bool:
-        seen = program.watched(fault, (low, high))
-        newly = any(c and not w for c, w in zip(seen.codes, without.codes, strict=True))
-        return newly or (seen.failed and not without.failed)
+        failed, _, codes = program.watched(fault, (low, high))
+        return (failed and not failed_without) or any(c and not w for c, w in zip(codes, without, strict=True))
 
     if reaches(first, first + 1) or not reaches(0, positions):
         return first
@@ -438,27 +432,18 @@ def _half_name(block: Block, eqn: Any) -> str | None:
     return near[0] if near else next(far, None)
 
 
-@jax.jit
-def _first_bad(array: Any) -> tuple[Any, Any, Any]:
-    """The flat index of the first element that is not finite, the count of those, and whether the first is NaN."""
-    flat = array.ravel()
-    bad = ~jnp.isfinite(flat)
-    first = jnp.argmax(bad)
-    return first, jnp.sum(bad), jnp.isnan(flat[first])
-
-
 def _in_argument(program: _Examined, index: int) -> NonFinite:
     """The report of a fault in an argument: the leaf, the number of elements and the index of the first."""
     array = jnp.asarray(program.leaves[index])
-    first, count, is_nan = map(int, jax.device_get(_first_bad(array)))
-    kind = "nan" if is_nan else "inf"
+    bad = ~jnp.isfinite(array).ravel()
+    first, count = int(jnp.argmax(bad)), int(jnp.sum(bad))
     element = tuple(map(int, np.unravel_index(first, array.shape)))
     half = f" (it is {array.dtype}: it may have overflowed when it was cast)" if array.dtype in HALF_DTYPES else ""
     return NonFinite(
         primitive="argument",
         module="",
         source="",
-        kind=kind,
+        kind="nan" if jnp.isnan(array.ravel()[first]) else "inf",
         diagnosis=f"{count:,} of {array.size:,} elements were inf or NaN before the call, first at {element}{half}: "
         "check what computed it (an earlier step that was not skipped), or the data",
         output=array_text(array),

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from mpjax.program.source import MARK, informative_frame, split_scopes
+from mpjax.program.source import informative_frame, path_of, split_scopes
 
 # By name: XLA's opcodes.
 
@@ -103,10 +103,7 @@ class HloModule:
 
     def places(self, line: Line) -> list[Place]:
         """The traceback of a line, innermost frame first."""
-        chain = self._frames.get(line.attribute(r"stack_frame_id=(\d+)"), [])
-        if chain or "source_file=" not in line.attributes:
-            return chain
-        return [(line.attribute(r'source_file="([^"]*)"'), line.attribute(r"source_line=(\d+)"))]
+        return self._frames.get(line.attribute(r"stack_frame_id=(\d+)"), [])
 
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
@@ -247,28 +244,15 @@ def module_path(op_name: str) -> str:
         >>> module_path("jit(step)/transpose(jvp(ResNet))/Block_0/while/body/Conv_0/conv_general_dilated")
         'ResNet/Block_0/Conv_0'
     """
-    found: list[str] = []
-    for part in split_scopes(op_name)[:-1]:
-        scopes = _scopes(part)
-        if "jvp(" in part and scopes and found[:1] == scopes:
-            found = []  # The backward pass of a remat repeats the whole path.
-        found += scopes
-    return "/".join(found)
+    parts = [part for part in split_scopes(op_name)[:-1] if not part.startswith(("jit(", "pjit("))]
+    return path_of(_STRUCTURE.sub("", "/".join(parts)))
 
 
-# Parts of a name that JAX adds for its own structure. All other parts are the user's named scopes.
+# Parts of a name that JAX and mpjax add for their own structure. All other parts are the user's named scopes.
 _STRUCTURE = re.compile(
-    r"while|body|cond|scan|closed_call|core_call|eval_jaxpr|remat\d?|checkpoint|rematted_computation|branch_\d+_fun"
-    r"|custom_[jv][vj]p_call(_jaxpr)?|pjit|shard_map|shmap_body|pmap|xla_pmap|"
+    r"(?<![^/(])(while|body|cond|scan|closed_call|core_call|eval_jaxpr|remat\d?|checkpoint|rematted_computation"
+    r"|branch_\d+_fun|custom_[jv][vj]p_call(_jaxpr)?|pjit|shard_map|shmap_body|pmap|xla_pmap|mpjax\.\w*)(?![^/)])"
 )
-_TRANSFORMATION = re.compile(r"(\w+)\((.*)\)")
-
-
-def _scopes(part: str) -> list[str]:
-    found = _TRANSFORMATION.fullmatch(part)
-    if found:
-        return [] if found[1] in ("jit", "pjit") else [s for inner in split_scopes(found[2]) for s in _scopes(inner)]
-    return [] if _STRUCTURE.fullmatch(part) or part.startswith(MARK) else [part]
 
 
 def _instruction(program: HloModule, computation: str, line: Line) -> Instruction:
