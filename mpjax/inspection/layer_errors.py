@@ -235,7 +235,7 @@ def layerwise_error(
     Source: the per-layer comparison of accuracy debuggers, such as TensorRT's Polygraphy and PyTorch's numeric suite.
     """
     state, names = None if loss_scale is None else scale_state(loss_scale), list[str]()
-    gradient = Loss(fun, argnums, has_aux, kwargs).with_named_modules().gradient(state, names)
+    gradient = Loss(fun, argnums, has_aux, kwargs).gradient(state, names)
     program = trace_to_run("layerwise_error", gradient, args, {})
     found = Grouped(laid_out(program))
     if not any(is_half(v) for place in found.places.values() for v in (*place.invars, *place.outvars)):

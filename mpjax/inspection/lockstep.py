@@ -65,7 +65,9 @@ class Grouped:
     def evaluated(self, arrays: Sequence[Any], measured: Iterable[Result]) -> tuple[list[Values], dict[Key, ErrorNote]]:
         """The results of the program and the errors of some of its values, given its arguments."""
         arguments = [Values(widened(x), x, x) for x in map(jnp.asarray, arrays)]
-        return EagerLockstep(ErrorProbe(self.places, measured), self.own).block(self.block, arguments)
+        evaluation = EagerLockstep(ErrorProbe(self.places, measured))
+        evaluation.own = self.own
+        return evaluation.block(self.block, arguments)
 
     def _run(self, block: Block) -> None:
         """Passes on the results of a block, whose inputs no group computes."""
@@ -153,14 +155,13 @@ class Values(NamedTuple):
 class Lockstep(Instrumented):
     """Evaluates a program whose values are `Values`. The exact values decide loops and branches.
 
-    Args:
-        probe: Takes the notes; its `equation` gets `Values` as operands and results.
+    Its probe gets `Values` as operands and results of an equation.
+
+    Attributes:
         own: Which operands of each equation its own group computes.
     """
 
-    def __init__(self, probe: Probe, own: Mapping[int, Sequence[bool]]):
-        super().__init__(probe)
-        self.own = own
+    own: Mapping[int, Sequence[bool]]
 
     def _constant(self, array: Any) -> Values:
         return Values(widened(array), array, array)
@@ -169,7 +170,9 @@ class Lockstep(Instrumented):
         return value.exact
 
     def _with(self, probe: Probe) -> Instrumented:
-        return Lockstep(probe, self.own)
+        inside = Lockstep(probe)
+        inside.own = self.own
+        return inside
 
     def _evaluate(
         self, place: Site, ins: Sequence[Any], iteration: Sequence[Any]
@@ -217,10 +220,6 @@ def _as_stored(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
 class EagerLockstep(Eager, Lockstep):
     """Evaluates outside of `jit`, operation by operation."""
 
-    def __init__(self, probe: Probe, own: Mapping[int, Sequence[bool]]):
-        Lockstep.__init__(self, probe, own)
-        self._compiled: dict[int, Callable[..., Any]] = {}
-
 
 def _from_outside(x: Values) -> Values:
     """A value from another module, with `fresh` reset to the exact value rounded to the dtype in the program."""
@@ -240,17 +239,14 @@ class ErrorProbe(Probe):
     """Notes the errors of some results."""
 
     def __init__(self, places: Mapping[int, Site], measured: Iterable[Result]):
-        self.measured = by_key((n, i) for n, i in sorted(measured) if is_float(places[n].outvars[i]))
+        self.noted = [("error", n, i) for n, i in sorted(measured) if is_float(places[n].outvars[i])]
+        self._measured = by_key((n, i) for _, n, i in self.noted)
 
     def equation(
         self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
     ) -> dict[Key, Any]:
-        measured = {("error", place.number, i): outs[i] for i in self.measured.get(place.number, ())}
+        measured = {("error", place.number, i): outs[i] for i in self._measured.get(place.number, ())}
         return {key: error_note(*x) for key, x in measured.items() if not (x.half is x.fresh is x.exact)}
-
-    def keys(self, block: Block) -> Sequence[Key]:
-        numbers = (n for n in self.measured if block.start <= n < block.end)
-        return [("error", number, i) for number in numbers for i in self.measured[number]]
 
     def empty(self, key: Key) -> ErrorNote:
         return jnp.float32(0), jnp.zeros(3, jnp.float32), jnp.zeros(2, jnp.int32)

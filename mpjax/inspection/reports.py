@@ -203,8 +203,9 @@ class Report(abc.ABC):
 
         JSON has no infinity and no NaN: these are the strings `"inf"`, `"-inf"` and `"nan"`, which `float` reads.
         """
-        text = json.dumps(_for_json(self.to_dict()), indent=2, ensure_ascii=False, allow_nan=False)
-        return written(f"{text}\n", path)
+        numbers = json.dumps(self.to_dict(), default=np.generic.item)
+        known = json.loads(numbers, parse_constant=lambda name: str(float(name)))
+        return written(f"{json.dumps(known, indent=2, ensure_ascii=False)}\n", path)
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
         """The rows of `table` as CSV text, also written to `path` if one is given."""
@@ -328,20 +329,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return tuple(map(plain, value)) if isinstance(value, (list, tuple)) else value
-
-
-def _for_json(value: Any) -> Any:
-    """Converts dictionaries, sequences and numbers to types that JSON can hold."""
-    match value:
-        case dict():
-            return {str(key): _for_json(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_for_json(item) for item in value]
-        case float() if not math.isfinite(value):
-            return str(value)
-        case np.generic():
-            return _for_json(value.item())
-    return value
 
 
 def array_text(array: Any) -> str:

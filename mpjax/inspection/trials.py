@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -98,12 +99,15 @@ class Loss:
         """Returns a copy whose function runs under autocast."""
         return dataclasses.replace(self, fun=autocast(self.fun, policy, rules=rules))
 
-    def with_named_modules(self) -> Loss:
-        """Returns a copy with named scopes around its NNX modules, even if autocast plans nothing."""
-        return dataclasses.replace(self, fun=_with_named_modules(self.fun))
+    def __call__(self, *args: Any) -> Any:
+        """The result of the function, with named scopes around NNX modules, even if autocast plans nothing.
 
-    def _checked(self, out: Any) -> Any:
-        """The same result of the function. Raises if it is not that of a loss."""
+        Raises:
+            TypeError: It is not that of a loss.
+        """
+        modules = [x for x in jax.tree.leaves((args, self.kwargs), is_leaf=is_nnx_object) if is_nnx_object(x)]
+        with named_modules(modules):
+            out = self.fun(*args, **(self.kwargs or {}))
         loss = out[0] if self.has_aux and isinstance(out, (tuple, list)) and len(out) == 2 else out
         if getattr(loss, "shape", None) != () and not isinstance(loss, (int, float)):
             kinds = [array_text(x) if hasattr(x, "dtype") else type(x).__name__ for x in jax.tree.leaves(out)]
@@ -119,35 +123,30 @@ class Loss:
         """Makes a function that returns gradients and loss. Tracing it fills `names` with the gradients' tree paths."""
 
         def gradient(*args: Any) -> Any:
-            positions = [i % len(args) for i in ([self.argnums] if isinstance(self.argnums, int) else self.argnums)]
-
-            def call(*args: Any) -> Any:
-                return self._checked(self.fun(*args, **(self.kwargs or {})))
-
-            if any(contains_nnx_object(args[i]) for i in positions):
-                value, grads = value_and_grad(call, state, argnums=self.argnums, has_aux=self.has_aux)(*args)
-            else:
-                # An Equinox model is a tree of arrays and functions. Its floating arrays are the parameters.
-                leaves, tree = jax.tree.flatten([args[i] for i in positions])
-                moving = [i for i, leaf in enumerate(leaves) if is_castable(leaf)]
-
-                def of_leaves(params: Sequence[Any]) -> Any:
-                    given = jax.tree.unflatten(tree, filled(leaves, moving, params))
-                    return call(*filled(args, positions, given))
-
-                value, found = value_and_grad(of_leaves, state, has_aux=self.has_aux)([leaves[i] for i in moving])
-                grads = jax.tree.unflatten(tree, filled([None] * len(leaves), moving, found))
-                grads = grads[0] if isinstance(self.argnums, int) else grads
+            # One without a scale is unscaled on purpose, so it does not warn.
+            with contextlib.nullcontext() if state is not None else contexts.scaled_losses(()):
+                value, grads = self._differentiated(state, args)
             with_paths = jax.tree_util.tree_flatten_with_path(grads)[0]
             paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in with_paths]
             names[:] = [path.removesuffix("/value") for path in paths]  # of an NNX variable
             return [grad for _, grad in with_paths], value[0] if self.has_aux else value
 
-        def quiet(*args: Any) -> Any:
-            with contexts.scaled_losses(()):  # It is unscaled on purpose, so it does not warn.
-                return gradient(*args)
+        return gradient
 
-        return gradient if state is not None else quiet
+    def _differentiated(self, state: LossScaleState | None, args: Sequence[Any]) -> tuple[Any, Any]:
+        positions = [i % len(args) for i in ([self.argnums] if isinstance(self.argnums, int) else self.argnums)]
+        if any(contains_nnx_object(args[i]) for i in positions):
+            return value_and_grad(self, state, argnums=self.argnums, has_aux=self.has_aux)(*args)
+        # An Equinox model is a tree of arrays and functions. Its floating arrays are the parameters.
+        leaves, tree = jax.tree.flatten([args[i] for i in positions])
+        moving = [i for i, leaf in enumerate(leaves) if is_castable(leaf)]
+
+        def of_leaves(params: Sequence[Any]) -> Any:
+            return self(*filled(args, positions, jax.tree.unflatten(tree, filled(leaves, moving, params))))
+
+        value, found = value_and_grad(of_leaves, state, has_aux=self.has_aux)([leaves[i] for i in moving])
+        grads = jax.tree.unflatten(tree, filled([None] * len(leaves), moving, found))
+        return value, grads[0] if isinstance(self.argnums, int) else grads
 
     def gradient_at_any_scale(self, names: list[str]) -> Any:
         """`gradient` with the loss scale as the keyword argument `mpjax_loss_scale`: shape (), float32."""
@@ -167,18 +166,6 @@ def relative_error(found: Iterable[Any], exact: Iterable[Any]) -> float:
         size = math.sqrt(sum(np.sum(e**2) for _, e in pairs))
     error = difference / size if size else difference
     return error if math.isfinite(error) else math.inf
-
-
-def _with_named_modules(fun: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(fun)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        if not contains_nnx_object((args, kwargs)):
-            return fun(*args, **kwargs)
-        modules = [x for x in jax.tree.leaves((args, kwargs), is_leaf=is_nnx_object) if is_nnx_object(x)]
-        with named_modules(modules):
-            return fun(*args, **kwargs)
-
-    return named
 
 
 class Trial:
@@ -235,7 +222,7 @@ def rounding_scores(caller: str, loss: Loss, args: Sequence[Any]) -> list[tuple[
         loss: The loss function under autocast.
         args: The arguments of the call.
     """
-    program = trace_to_run(caller, loss.fun, args, dict(loss.kwargs or {}))
+    program = trace_to_run(caller, loss, args, {})
     block = laid_out(program)
     sites = (place for place in block.places() if not place.blocks and _stores_rounded(place))
     places = {place.number: place for place in sites if any(map(is_low, place.outvars))}

@@ -243,10 +243,10 @@ def watch(
         if not isinstance(value, (int, np.integer)) or value < 1:
             raise ValueError(f"watch: {name}={value!r}: give a whole number of 1 or more.")
     loss = Loss(fun, argnums, has_aux) if policy is None else Loss(fun, argnums, has_aux).under(policy)
-    measured = functools.partial(_measured, loss.with_named_modules())
+    measured = functools.partial(_measured, loss)
 
     def init(*args: Any) -> WatchState:
-        program = measured(jax.ShapeDtypeStruct((), jnp.float32), args)
+        modules, _, unseen = measured(jax.ShapeDtypeStruct((), jnp.float32), args)
         return WatchState(
             step=jnp.zeros((), jnp.int32),
             last_finite=jnp.ones((), bool),
@@ -254,9 +254,9 @@ def watch(
             steps=jnp.full(keep, -1, jnp.int32),
             scales=jnp.ones(keep, jnp.float32),
             overflows=jnp.zeros(keep, bool),
-            statistics=jnp.zeros((keep, len(program.names), len(COLUMNS)), jnp.float32),
-            names=program.names,
-            unseen=program.unseen,
+            statistics=jnp.zeros((keep, len(modules), len(COLUMNS)), jnp.float32),
+            names=modules,
+            unseen=unseen,
         )
 
     def update(
@@ -269,10 +269,10 @@ def watch(
                 "Call it in the jit around that, with a loss function that contains the shard_map; or shard the arrays."
             )
         finite = _is_finite(grads, finite, state)
-        program = measured(scale, args)
-        if program.names != state.names:
+        modules, run, _ = measured(scale, args)
+        if modules != state.names:
             raise ValueError(
-                f"watch: the program of update has {_difference(program.names, state.names)} the program of init: "
+                f"watch: the program of update has {_difference(modules, state.names)} the program of init: "
                 "call init with arguments of the same structure, shapes and dtypes."
             )
 
@@ -284,7 +284,7 @@ def watch(
                 steps=state.steps.at[at].set(state.step),
                 scales=state.scales.at[at].set(scale),
                 overflows=state.overflows.at[at].set(~finite),
-                statistics=state.statistics.at[at].set(program.run(scale)),
+                statistics=state.statistics.at[at].set(run(scale)),
             )
             if callback is not None:
                 jax.debug.callback(lambda state: callback(jax.tree.map(np.asarray, state).records()[-1]), new)
@@ -311,22 +311,12 @@ def _difference(found: Sequence[tuple[str, str]], expected: Sequence[tuple[str, 
     return missing if more else "fewer modules, or modules in another order, than"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Measurement:
-    """The gradient program for given arguments, with range statistics.
-
-    Args:
-        names: Name and pass of each module.
-        run: Returns the statistics at a loss scale, shape (modules, 4).
-        unseen: Operations of which only the results count.
-    """
-
-    names: tuple[tuple[str, str], ...]
-    run: Callable[[Any], jax.Array]
-    unseen: tuple[str, ...]
+# The name and the pass of each module; the statistics at a loss scale, shape (modules, 4); what is not inspected.
+_Measurement = tuple[tuple[tuple[str, str], ...], Callable[[Any], jax.Array], tuple[str, ...]]
 
 
 def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Measurement:
+    """The gradient program for given arguments, with range statistics."""
     names: list[str] = []
     program = traced_call(loss.gradient_at_any_scale(names), args, {"mpjax_loss_scale": scale})
     block = laid_out(program)
@@ -352,7 +342,7 @@ def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Measurement:
             ]
         )
 
-    return _Measurement(tuple(rows), run, block.not_entered())
+    return tuple(rows), run, block.not_entered()
 
 
 def _kept(notes: Mapping[Any, Any], places: Sequence[Site]) -> Any:

@@ -53,6 +53,7 @@ class Probe:
     axes: Mapping[str, int] = {}  # the mesh axes of the `shard_map` around the current equation
     checked = False  # whether that `shard_map` checks which values vary along the axes
     arrays: Any = None  # a tree of arrays that it reads; a `shard_map` can't close over them on explicit axes
+    noted: Sequence[Key] = ()  # the keys of its notes, whose second parts are the numbers of equations
 
     def device(self, holding: Any = None) -> Any:
         """The index of the device, int32: its coordinates along `axes` in row-major order.
@@ -83,7 +84,7 @@ class Probe:
 
     def keys(self, block: Block) -> Sequence[Key]:
         """The keys of the notes that are taken in a block."""
-        return ()
+        return [key for key in self.noted if block.start <= key[1] < block.end]
 
     def empty(self, key: Key) -> Any:
         """The initial value of a note."""

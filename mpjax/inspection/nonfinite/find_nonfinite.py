@@ -34,7 +34,7 @@ from mpjax.inspection.trials import argument_name, trace_to_run
 from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
 from mpjax.program.dtypes import is_float, is_half, is_inexact, widened
-from mpjax.program.graph import NOBODY, Block, Owners, Site, lay_out, walk
+from mpjax.program.graph import Block, Site, lay_out, walk
 from mpjax.program.inlining import Flow, Node, flow_of
 from mpjax.program.interpreter import Eager, Instrumented, Key
 from mpjax.program.owners import owners_of
@@ -87,7 +87,7 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     """
     kwargs = dict(kwargs or {})
     traced = trace_to_run("find_nonfinite", fun, args, kwargs)
-    program = _Examined(traced, owners_of(traced.jaxpr, traced.names))
+    program = _Examined(traced)
     fault = _search(program)
     if fault is None:
         return None
@@ -120,7 +120,8 @@ Watched = tuple[bool, dict[int, int], Sequence[int]]  # one run: `watched`, and 
 class _Examined:
     """A program laid out. Its leaves are its arguments, followed by the arrays that it closes over."""
 
-    def __init__(self, traced: TracedCall, owners: Owners = NOBODY):
+    def __init__(self, traced: TracedCall):
+        owners = owners_of(traced.jaxpr, traced.names)
         self.block, self.flow = lay_out(traced.jaxpr, owners=owners), flow_of(traced.jaxpr, owners)
         self.names, self.leaves = traced.names, [*traced.arrays, *self.block.consts]
         self.places = {place.number: place for place in self.block.places()}
@@ -167,7 +168,7 @@ class _Examined:
         probe = PointProbe(self.places[fault.number], fault.iteration, at, wide)
         leaves = [*map(widened, self.leaves)] if wide else self.leaves
         try:
-            return jax.device_get(self.run(Eager(probe, wide), leaves)[1]["point",])
+            return jax.device_get(self.run(Eager(probe, wide), leaves)[1][probe.noted[0]])
         except Reached as found:  # outside of loops, the rest of the program need not run
             return jax.device_get(found.args[0])
 

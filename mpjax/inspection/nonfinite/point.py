@@ -13,7 +13,7 @@ import numpy as np
 from mpjax.inspection.nonfinite.provenance import Provenance
 from mpjax.program import compat
 from mpjax.program.dtypes import is_inexact, widened
-from mpjax.program.graph import Block, Site
+from mpjax.program.graph import Site
 from mpjax.program.host import in_host_memory
 from mpjax.program.interpreter import Arrays, Key, Notes, Probe
 
@@ -49,6 +49,7 @@ class PointProbe(Probe):
 
     def __init__(self, target: Site, iteration: Sequence[int], element: Any, wide: bool):
         self.target, self.iteration, self.arrays, self.wide = target, iteration, element, wide
+        self.noted = [("point", target.number)]
 
     def equation(self, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays, rerun: Callable[..., Any]) -> Notes:
         if place.number != self.target.number:
@@ -57,14 +58,11 @@ class PointProbe(Probe):
         arrays, rest = [list(ins), list(outs), list(wide)], (self.arrays, self.device())
         leaves = jax.tree.leaves(arrays)
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((leaves, rest))):
-            return {("point",): (at_iteration(iteration, self.iteration), _measured(jnp, arrays, *rest))}
+            return {self.noted[0]: (at_iteration(iteration, self.iteration), _measured(jnp, arrays, *rest))}
         if all(map(in_host_memory, leaves)):  # NumPy takes less time than compiling for these shapes.
             arrays = jax.tree.map(lambda x: np.asarray(x) if is_number(x) else x, arrays)
             raise Reached((True, _measured(np, arrays, *rest)))
         raise Reached((True, _compiled(arrays, *rest)))
-
-    def keys(self, block: Block) -> Sequence[Key]:
-        return (("point",),) if block.start <= self.target.number < block.end else ()
 
     def empty(self, key: Key) -> Any:
         count, ranges = len(self.target.invars), sum(map(is_number, self.target.invars))

@@ -198,6 +198,7 @@ _WHERE_GRADIENT = (
 )
 
 
+_OUT_OF_BOUNDS = "out of bounds, for which jnp.take and x[i] in mode 'fill' return NaN"
 _SQRT = "the derivative of a square root at zero is infinite (sqrt(x + epsilon) has a finite one)"
 
 
@@ -217,7 +218,7 @@ def _diagnosis(found: Symptoms) -> str:
         )
     cause = _SQRT if found.of_sqrt else _cause(found.primitive, found.operands, found.kind)
     if cause and found.index:
-        cause = f"{found.index} is out of bounds, for which jnp.take and x[i] in mode 'fill' return NaN"
+        cause = f"{found.index} is {_OUT_OF_BOUNDS}"
     if found.derivative and cause and not found.of_sqrt:
         cause = f"a derivative that is not finite here: {cause}"
     value = found.local if found.float32 is None else found.float32
@@ -290,41 +291,31 @@ def _lost(found: Symptoms, cause: str) -> str:
     return ""
 
 
+# Causes that the operands x and y of an operation show: the first row whose condition on them and on the kind is met.
+_CAUSES: tuple[tuple[str, Callable[[float, float, str], bool], str], ...] = (
+    ("div rem", lambda x, y, kind: x == y == 0, "0/0, a division of zero by zero"),
+    ("div rem", lambda x, y, kind: y == 0, "division by zero"),
+    ("log log2", lambda x, y, kind: x == 0, "log of zero"),
+    ("log log2", lambda x, y, kind: x < 0, "log of a negative number ({x})"),
+    ("log1p", lambda x, y, kind: x == -1, "log of zero"),
+    ("log1p", lambda x, y, kind: x < -1, "log of a negative number (1 + {x})"),
+    ("sqrt rsqrt", lambda x, y, kind: x < 0, "square root of a negative number ({x})"),
+    ("rsqrt", lambda x, y, kind: x == 0, "division by zero (rsqrt of zero)"),
+    ("pow integer_pow", lambda x, y, kind: x == 0, "a negative power of zero"),
+    ("pow", lambda x, y, kind: x < 0 and kind == "nan", "a fractional power of a negative number ({x})"),
+    ("asin acos atanh erf_inv", lambda x, y, kind: abs(x) >= 1, "{primitive} of {x}, outside its domain"),
+    ("acosh", lambda x, y, kind: x < 1, "{primitive} of {x}, outside its domain"),
+    ("exp exp2 expm1", lambda x, y, kind: kind == "inf" and math.isfinite(x), "exponential of {x}"),
+    ("sub add add_any", lambda x, y, kind: kind == "nan", "inf - inf"),
+    ("mul", lambda x, y, kind: kind == "nan", "0 * inf"),
+    ("cholesky", lambda x, y, kind: True, "its matrix is not positive definite"),
+    ("custom_linear_solve triangular_solve", lambda x, y, kind: True, "its matrix is singular"),
+    ("gather", lambda x, y, kind: kind == "nan", f"an index {_OUT_OF_BOUNDS}"),
+)
+
+
 def _cause(primitive: str, operands: tuple[float, ...], kind: str) -> str:
     """The cause in words if the operands show it; empty otherwise."""
-    x = operands[0] if operands else math.nan
-    y = operands[1] if len(operands) > 1 else math.nan
-    match primitive:
-        case "div" | "rem" if y == 0:
-            return "0/0" + ", a division of zero by zero" if x == 0 else "division by zero"
-        case "log" | "log2" if x == 0:
-            return "log of zero"
-        case "log" | "log2" if x < 0:
-            return f"log of a negative number ({number(x)})"
-        case "log1p" if x <= -1:
-            return "log of zero" if x == -1 else f"log of a negative number (1 + {number(x)})"
-        case "sqrt" | "rsqrt" if x < 0:
-            return f"square root of a negative number ({number(x)})"
-        case "rsqrt" if x == 0:
-            return "division by zero (rsqrt of zero)"
-        case "pow" | "integer_pow" if x == 0:
-            return "a negative power of zero"
-        case "pow" if x < 0 and kind == "nan":
-            return f"a fractional power of a negative number ({number(x)})"
-        case "asin" | "acos" | "atanh" | "erf_inv" if abs(x) >= 1:
-            return f"{primitive} of {number(x)}, outside its domain"
-        case "acosh" if x < 1:
-            return f"{primitive} of {number(x)}, outside its domain"
-        case "exp" | "exp2" | "expm1" if kind == "inf":
-            return f"exponential of {number(x)}" if math.isfinite(x) else ""
-        case "sub" | "add" | "add_any" if kind == "nan":
-            return "inf - inf"
-        case "mul" if kind == "nan":
-            return "0 * inf"
-        case "cholesky":
-            return "its matrix is not positive definite"
-        case "custom_linear_solve" | "triangular_solve":
-            return "its matrix is singular"
-        case "gather" if kind == "nan":
-            return "an index out of bounds, for which jnp.take and x[i] in mode 'fill' return NaN"
-    return ""
+    x, y, *_ = (*operands, math.nan, math.nan)
+    rows = (text for names, is_met, text in _CAUSES if primitive in names.split() and is_met(x, y, kind))
+    return next(rows, "").format(primitive=primitive, x=number(x))

@@ -154,15 +154,6 @@ def _busy(events: Sequence[Event]) -> list[tuple[float, float]]:
     return profiler_trace.union((min(e.start for e in run), max(e.end for e in run)) for run in runs.values())
 
 
-def hidden_share(events: Sequence[Event], instructions: Mapping[str, hlo.Instruction]) -> float:
-    """The share of the events' time without a known instruction of the program.
-
-    XLA launches most of a program as CUDA graphs (command buffers), whose kernels are recorded under the graph's name.
-    """
-    total = sum(event.seconds for event in events)
-    return sum(event.seconds for event in events if event.op not in instructions) / total if total else 0.0
-
-
 def summed(
     events: Sequence[Event],
     instructions: Mapping[str, hlo.Instruction],

@@ -174,8 +174,13 @@ class Recording:
 
     @property
     def hidden(self) -> float:
-        """The share of the kernels' time in CUDA graphs."""
-        return kernels.hidden_share(self.events, self.instructions) if self.trace.gpu else 0.0
+        """The share of a GPU's kernel time without a known instruction of the program.
+
+        XLA launches most of a program as CUDA graphs (command buffers), whose kernels are recorded under the graph's
+        name.
+        """
+        total = sum(event.seconds for event in self.events) if self.trace.gpu else 0.0
+        return sum(event.seconds for event in self.events if event.op not in self.instructions) / (total or 1.0)
 
 
 def _record(stepper: Stepper, steps: int) -> Recording:
@@ -192,10 +197,8 @@ def report_of(
     *,
     device: str,
     capability: float | None = None,
-    jitted: bool = True,
-    copied: int = 0,
-    reads_at: Sequence[str] = (),
     notes: Iterable[str] = (),
+    **conditions: Any,
 ) -> ProfileReport:
     """The report of a measurement.
 
@@ -205,8 +208,8 @@ def report_of(
         timing: Wall times without the profiler.
         device: The device's name.
         capability: An NVIDIA GPU's compute capability; None for other devices.
-        jitted, copied, reads_at: As in `advise`.
         notes: Further notes.
+        conditions: `jitted`, `copied` and `reads_at` of `advise`.
     """
     gpu = detailed.trace.gpu and capability is not None
     report = ProfileReport(
@@ -223,8 +226,7 @@ def report_of(
         recompilation=whole.recompilation,
     )
     callbacks = [i for i in detailed.instructions.values() if i.kind == hlo.CALLBACK]
-    advice = advise(report, callbacks=callbacks, jitted=jitted, copied=copied, reads_at=reads_at)
-    return dataclasses.replace(report, advice=advice)
+    return dataclasses.replace(report, advice=advise(report, callbacks=callbacks, **conditions))
 
 
 def _peak(device: str, matmuls: Sequence[Matmul]) -> float | None:

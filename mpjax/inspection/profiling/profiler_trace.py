@@ -164,15 +164,7 @@ def overlap(spans: Spans, others: Spans) -> float:
         >>> overlap([(0, 2), (3, 5)], [(1, 4)])
         2.0
     """
-    total, j = 0.0, 0
-    for start, end in spans:
-        while j < len(others) and others[j][1] <= start:
-            j += 1
-        k = j
-        while k < len(others) and others[k][0] < end:
-            total += min(end, others[k][1]) - max(start, others[k][0])
-            k += 1
-    return total
+    return max(0.0, float(length(spans) + length(others) - length(union([*spans, *others]))))
 
 
 def length(spans: Spans) -> float:

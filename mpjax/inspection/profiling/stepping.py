@@ -166,14 +166,13 @@ class Stepper:
         before = self._args
         self.out = self.step(*self._args, *self.last_batch, **self._kwargs)
         donates |= any(x.is_deleted() for x in jax.tree.leaves(before) if isinstance(x, jax.Array))
-        self.carry = carry if carry is not None else _alike(given, self.out) if donates else 0
         # The output is a single carried value, not a tuple of results.
         self._is_whole = not isinstance(self.out, (tuple, list)) or (
             bool(args) and _signature(self.out) == _signature(args[0])
         )
-        outputs = 1 if self._is_whole else len(self.out)
-        if outputs < self.carry:
-            raise ValueError(f"carry={self.carry} is more than the step's outputs, {outputs}")
+        self.carry = carry if carry is not None else _alike(given, self._outs) if donates else 0
+        if len(self._outs) < self.carry:
+            raise ValueError(f"carry={self.carry} is more than the step's outputs, {len(self._outs)}")
         self._carry_on()
         self._check_alive()
 
@@ -288,8 +287,11 @@ class Stepper:
 
     def _carry_on(self) -> None:
         if self.carry:
-            outs = (self.out,) if self._is_whole else tuple(self.out)
-            self._args = (*outs[: self.carry], *self._args[self.carry :])
+            self._args = (*self._outs[: self.carry], *self._args[self.carry :])
+
+    @property
+    def _outs(self) -> tuple[Any, ...]:
+        return (self.out,) if self._is_whole else tuple(self.out)
 
 
 _READY = "block_until_ready"
@@ -383,14 +385,9 @@ def _signature(tree: Any) -> tuple[Any, ...]:
     return structure, *((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
 
 
-def _alike(args: Sequence[Any], out: Any) -> int:
+def _alike(args: Sequence[Any], outs: Sequence[Any]) -> int:
     """The number of leading outputs with the structure, shapes and dtypes of the arguments."""
-    before = [*map(_signature, args)]
-    if before and _signature(out) == before[0]:
-        return 1
-    alike = [
-        _signature(x) == arg for x, arg in zip(out if isinstance(out, (tuple, list)) else (), before, strict=False)
-    ]
+    alike = [_signature(x) == _signature(arg) for x, arg in zip(outs, args, strict=False)]
     return (*alike, False).index(False)
 
 

@@ -113,7 +113,7 @@ def numerics(
         raise ValueError(f"numerics: dtype={dtype!r} is not a half dtype; give 'float16' or 'bfloat16'.")
     state = None if loss_scale is None else scale_state(loss_scale)
     scale = 1.0 if state is None else float(np.max(state.loss_scale))
-    loss = Loss(fun, argnums, has_aux, kwargs).with_named_modules()
+    loss = Loss(fun, argnums, has_aux, kwargs)
     measuring = _Measuring(loss, state, scale, Limits.of(half), budget)
     for call in [args] if batches is None else ((*args, batch) for batch in batches):
         measuring.add(call)
@@ -247,7 +247,7 @@ class _Measuring:
             if key not in trials:
                 pairs = tuple((f"*/{below_root(path, paths)}", get_policy("float32")) for path in kept)
                 policy = dataclasses.replace(half, overrides=pairs)
-                trials[key] = Trial("numerics", self.loss.under(policy).with_named_modules(), args)
+                trials[key] = Trial("numerics", self.loss.under(policy), args)
             return Tried(what, number, scale, trials[key].error(scale, exact), trials[key].half_share)
 
         found = [tried("as it is", self.scale)]

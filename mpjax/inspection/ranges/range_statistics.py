@@ -16,7 +16,7 @@ from jax import lax
 from mpjax.inspection.ranges.activations import COPIES, PACKED, Counted, in_units_of_scales
 from mpjax.program import compat
 from mpjax.program.dtypes import is_float
-from mpjax.program.graph import Block, Site
+from mpjax.program.graph import Site
 from mpjax.program.host import in_host_memory
 from mpjax.program.interpreter import Arrays, Key, Notes, Probe
 from mpjax.program.primitives import Op, primitive
@@ -282,6 +282,7 @@ class RangeProbe(Probe):
         self.places: Mapping[int, Site] = {p.number: p for p in places}
         self.quantised: Mapping[int, Site] = {p.number: p for p in quantised}
         self.limits, self.graded = limits, graded
+        self.noted = [*(("range", n) for n in self.places), *(("eight bits", n) for n in self.quantised)]
 
     def equation(self, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays, rerun: Callable[..., Any]) -> Notes:
         number = place.number
@@ -291,10 +292,6 @@ class RangeProbe(Probe):
             return {}
         measured = [outs[i] for i in floats(place.eqn.outvars)]
         return {("range", number): note(measured, self.limits(number), number in self.graded)}
-
-    def keys(self, block: Block) -> Sequence[Key]:
-        found = [*(("range", n) for n in self.places), *(("eight bits", n) for n in self.quantised)]
-        return [key for key in found if block.start <= key[1] < block.end]
 
     def empty(self, key: Key) -> RangeNote | EightBitNote:
         if key[0] == "eight bits":
