@@ -214,13 +214,8 @@ def _lost(nodes: Sequence[Node], lost: Iterable[Lost]) -> Iterator[RiskySite]:
 def _norms(flow: Flow) -> Iterator[RiskySite]:
     """Square roots of sums of squares in float16."""
 
-    def sources(value: Value) -> Iterator[Node]:
-        node = flow.maker(value)
-        if node is not None and (_passes(node) or primitive(node.site.name).adds):
-            for read in node.reads:
-                yield from sources(read)
-        elif node is not None:
-            yield node
+    def through(node: Node) -> Iterable[Value]:
+        return node.reads if _passes(node) or primitive(node.site.name).adds else ()
 
     def is_square(node: Node) -> bool:
         is_product = node.site.name == "mul" and node.reads[0] is node.reads[1]
@@ -228,8 +223,8 @@ def _norms(flow: Flow) -> Iterator[RiskySite]:
 
     for node in flow.eqns:
         if node.site.name == "sqrt" and node.reads[0].aval.dtype == np.float16:
-            sums = [maker for maker in sources(node.reads[0]) if maker.site.name == "reduce_sum"]
-            if any(is_square(square) for maker in sums for square in sources(maker.reads[0])):
+            sums = [maker for maker in flow.made_by(node.reads, through) if maker.site.name == "reduce_sum"]
+            if any(is_square(square) for maker in sums for square in flow.made_by(maker.reads, through)):
                 yield "norm", node.site, "float16", MEANINGS["norm"]
 
 
@@ -363,19 +358,19 @@ def _unrolled(flow: Flow) -> Iterator[RiskySite]:
         node: Node | None = flow.maker(flow.source(value, _passes))
         return node if node is not None and node.site.name == "add" and is_half(node.writes[0]) else None
 
-    terms: dict[int, tuple[Value, ...]] = {}  # of each addition, by `id`
+    terms: dict[int, int] = {}  # the number of each addition's, by `id`
     ends: dict[int, Node] = {}
     for node in (each for each in flow.eqns if each.writes and id(addition(each.writes[0])) == id(each)):
         old, new = sorted(node.reads, key=lambda value: addition(value) is None)
         before = addition(old)
-        earlier = terms[id(before)] if before is not None else (old,)
+        earlier = terms[id(before)] if before is not None else 1
         # A term that depends on the sum so far is that of a residual stream.
         is_stream = before is not None and flow.depends([new], before.writes[0])
-        terms[id(node)] = () if is_stream else (*earlier, new)
+        terms[id(node)] = 0 if is_stream else earlier + 1
         ends.pop(id(before), None)
         ends[id(node)] = node
     for end in ends.values():
-        if (count := len(terms[id(end)])) >= _MANY_TERMS:
+        if (count := terms[id(end)]) >= _MANY_TERMS:
             dtype = end.writes[0].aval.dtype
             yield "accumulator", end.site, dtype.name, _summed(f"{count} terms", dtype)
 

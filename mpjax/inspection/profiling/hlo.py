@@ -53,22 +53,16 @@ def sizes(type: str) -> list[tuple[str, int]]:
         >>> sizes("(bf16[8,4]{1,0}, pred[3]{0})")
         [('bfloat16', 64), ('bool', 3)]
     """
-    return [_size(name, shape) for name, shape in _SHAPE.findall(type)]
+    found = []
+    for kind, bits, rest, shape in _SHAPE.findall(type):
+        count = math.prod(int(size) for size in shape.split(",") if size)
+        dtype = _KINDS_OF_DTYPES[kind] + bits + rest.replace("e", "_e", 1)  # f4e2m1fn is float4_e2m1fn
+        found.append((dtype if bits else "bool", count * int(bits or 8) // 8))
+    return found
 
 
-def _size(name: str, shape: str) -> tuple[str, int]:
-    bits = 8 if name == "pred" else int(_found(r"(\d+)", name))
-    count = math.prod(int(size) for size in shape.split(",") if size)
-    return _DTYPES.get(name, _long_name(name)), count * bits // 8
-
-
-def _long_name(name: str) -> str:
-    kind = {"s": "int", "u": "uint", "f": "float", "c": "complex"}.get(name[0], name[0])
-    return kind + name[1:].replace("e", "_e", 1)  # f4e2m1fn is float4_e2m1fn.
-
-
-_DTYPES = {"pred": "bool", "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
-_SHAPE = re.compile(r"\b(pred|bf16|[a-z]\d+(?:e\dm\d\w*)?)\[([\d,]*)\]")
+_KINDS_OF_DTYPES = {"s": "int", "u": "uint", "f": "float", "bf": "bfloat", "c": "complex", "": ""}
+_SHAPE = re.compile(r"\b(?:pred|(bf|[sufc])(\d+)((?:e\dm\d\w*)?))\[([\d,]*)\]")
 
 
 class HloModule:
@@ -109,7 +103,6 @@ class HloModule:
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|[^\s(]\S*) ([a-z][\w\-]*)\((.*)$")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
-_NUMBERED = re.compile(r"^(\d+) (.*)$")
 
 
 def _computations(text: str) -> Iterator[tuple[str, dict[str, Line]]]:
@@ -141,32 +134,21 @@ def _arguments(rest: str) -> tuple[tuple[str, ...], str]:
 
 def _frames(text: str) -> dict[str, list[Place]]:
     """The tracebacks, innermost frame first, by frame number. They are at the head of the program's text."""
-    tables: dict[str, dict[str, str]] = {}
-    table: dict[str, str] = {}
-    for row in text.splitlines():
-        if row in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-            table = tables.setdefault(row, {})
-        elif row and (found := _NUMBERED.match(row)):
-            table[found[1]] = found[2]
-        elif _COMPUTATION.match(row):
-            break
-    files, locations = tables.get("FileNames", {}), tables.get("FileLocations", {})
-    places: dict[str, Place] = {}
-    parents: dict[str, str] = {}
-    for frame, fields in tables.get("StackFrames", {}).items():
-        location = locations.get(_found(r"\bfile_location_id=(\d+)", fields), "")
-        file = files.get(_found(r"\bfile_name_id=(\d+)", location), "").strip('"')
-        places[frame] = file, _found(r"\bline=(\d+)", location)
-        parents[frame] = _found(r"\bparent_frame_id=(\d+)", fields)
+    tables = {name: dict(re.findall(r"(?m)^(\d+) (.*)$", rows)) for name, rows in _TABLE.findall(text)}
+    files, locations, frames = (tables.get(name, {}) for name in ("FileNames", "FileLocations", "StackFrames"))
+    parents = {frame: _found(r"\bparent_frame_id=(\d+)", fields) for frame, fields in frames.items()}
     # XLA prints the outermost frame as its own parent if its parent numbers are one too high.
     shift = any(frame == parent for frame, parent in parents.items())
     chains: dict[str, list[Place]] = {}
-    for frame in sorted(places, key=int):  # A frame follows its parents.
+    for frame in sorted(frames, key=int):  # A frame follows its parents.
+        location = locations.get(_found(r"\bfile_location_id=(\d+)", frames[frame]), "")
+        file = files.get(_found(r"\bfile_name_id=(\d+)", location), "").strip('"')
         parent = str(int(parents[frame] or 0) - shift)
-        chains[frame] = [places[frame], *chains.get(parent, ())]
+        chains[frame] = [(file, _found(r"\bline=(\d+)", location)), *chains.get(parent, ())]
     return chains
 
 
+_TABLE = re.compile(r"(?m)^(FileNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)")
 MATMUL, CONVOLUTION, ATTENTION, COLLECTIVE = "matmul", "convolution", "attention", "collective"
 CAST, COPY, REDUCTION, ELEMENTWISE = "cast", "copy", "reduction", "elementwise"
 CONTROL, CALLBACK, OTHER = "loop or branch", "host callback", "other"
