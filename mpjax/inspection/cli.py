@@ -1,4 +1,20 @@
-"""Runs a script in mixed precision, or inspects a function of it: `python -m mpjax COMMAND module:function`."""
+"""Runs a script in mixed precision, or inspects a function of it: `python -m mpjax COMMAND module:function`.
+
+The function and its arguments are named, and the script that contains them is not changed:
+
+  python -m mpjax audit train:train_step --args train:example_args
+  python -m mpjax explain train.py:loss_fn --args example_args --policy mixed_bfloat16
+  python -m mpjax numerics train:loss_fn --args train:batches --html ranges.html
+  python -m mpjax plan train:train_step --args train:example_args --target h200 --memory 80GB
+  python -m mpjax parity train:make_training --policies mixed_float16 --seeds 5
+
+--args names a function without arguments. It returns a tuple of positional arguments or a dict of keyword arguments;
+jax.ShapeDtypeStructs will do for audit, explain and plan. Or it yields batches, or tuples of arguments whose last is a
+batch.
+
+Exit codes: 0; 1 if something was found that was asked about (find_nonfinite, search, parity, plan, audit --min-half);
+2 for a mistake in the call.
+"""
 
 from __future__ import annotations
 
@@ -164,22 +180,7 @@ def _article(found: Any) -> str:
 
 PROGRAM = "python -m mpjax"
 
-_EPILOG = """
-The function and its arguments are named, and the script that contains them is not changed:
-
-  python -m mpjax audit train:train_step --args train:example_args
-  python -m mpjax explain train.py:loss_fn --args example_args --policy mixed_bfloat16
-  python -m mpjax numerics train:loss_fn --args train:batches --html ranges.html
-  python -m mpjax plan train:train_step --args train:example_args --target h200 --memory 80GB
-  python -m mpjax parity train:make_training --policies mixed_float16 --seeds 5
-
---args names a function without arguments. It returns a tuple of positional arguments or a dict of keyword arguments;
-jax.ShapeDtypeStructs will do for audit, explain and plan. Or it yields batches, or tuples of arguments whose last is a
-batch.
-
-Exit codes: 0; 1 if something was found that was asked about (find_nonfinite, search, parity, plan, audit --min-half);
-2 for a mistake in the call.
-"""
+_ABOUT, _, _EPILOG = (__doc__ or "").partition("\n\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -291,7 +292,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--csv", metavar="FILE", help="write the rows of the main table")
     shared.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
     plain: Any = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(PROGRAM, description=__doc__, epilog=_EPILOG, formatter_class=plain)
+    parser = argparse.ArgumentParser(PROGRAM, description=_ABOUT, epilog=_EPILOG, formatter_class=plain)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     # `mpjax.__main__` runs it. It is added here only to appear in the list of commands.
     commands.add_parser("run", add_help=False, help="run a training script in mixed precision, unchanged")

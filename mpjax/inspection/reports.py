@@ -6,6 +6,7 @@ import abc
 import base64
 import csv
 import dataclasses
+import functools
 import html
 import importlib.util
 import io
@@ -263,12 +264,8 @@ def folded_rows(rows: Sequence[Any], together: Callable[[Any, Any], Any]) -> lis
         together: Merges two rows of the same name and dtypes into one.
     """
     names = folded(row.name for row in rows)
-    merged: dict[Any, Any] = {}
-    for row in rows:
-        named = dataclasses.replace(row, name=names[row.name])
-        key = named.name, named.dtypes
-        merged[key] = together(merged[key], named) if key in merged else named
-    return list(merged.values())
+    named = (dataclasses.replace(row, name=names[row.name]) for row in rows)
+    return [functools.reduce(together, alike) for alike in by_key(((r.name, r.dtypes), r) for r in named).values()]
 
 
 def _named(pattern: str, numbers: Sequence[tuple[int, ...]]) -> str:
@@ -302,10 +299,7 @@ def totals(rows: Iterable[tuple[Key, Any]]) -> dict[Key, Any]:
         >>> totals([("float16", 4), ("float32", 1), ("float16", 2)])
         {'float16': 6, 'float32': 1}
     """
-    found: dict[Key, Any] = {}
-    for key, number in rows:
-        found[key] = found.get(key, 0) + number
-    return found
+    return {key: sum(numbers) for key, numbers in by_key(rows).items()}
 
 
 def added_up(rows: Iterable[tuple[Key, Sequence[Any]]]) -> dict[Key, tuple[Any, ...]]:
@@ -315,11 +309,7 @@ def added_up(rows: Iterable[tuple[Key, Sequence[Any]]]) -> dict[Key, tuple[Any, 
         >>> added_up([("Dense_0", (1, 40)), ("Dense_1", (1, 10)), ("Dense_0", (2, 80))])
         {'Dense_0': (3, 120), 'Dense_1': (1, 10)}
     """
-    found: dict[Key, tuple[Any, ...]] = {}
-    for key, numbers in rows:
-        before = found.get(key, (0,) * len(numbers))
-        found[key] = tuple(a + b for a, b in zip(before, numbers, strict=True))
-    return found
+    return {key: tuple(map(sum, zip(*alike, strict=True))) for key, alike in by_key(rows).items()}
 
 
 def plain(value: Any) -> Any:

@@ -22,7 +22,7 @@ from mpjax.inspection.ranges.range_statistics import (
     merged_in_eight_bits,
     stores_eight_bits,
 )
-from mpjax.inspection.reports import Report, Section, percent
+from mpjax.inspection.reports import Report, Section, by_key, percent
 from mpjax.inspection.trials import Loss, laid_out
 from mpjax.loss_scale.replicas import all_finite
 from mpjax.loss_scale.state import find_loss_scale_state, loss_scale_of
@@ -325,10 +325,12 @@ def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Measurement:
     # Each against the half dtype in which it is stored or read.
     kept = (p for p in block.places() if p.name == PACKED and stores_eight_bits(p))
     probe = RangeProbe(places, lambda number: Limits.of(counts.half.get(number, np.float32)), quantised=kept)
-    rows: dict[tuple[str, str], list[Site]] = {}
-    for number, place in sorted({**probe.places, **probe.quantised}.items()):
-        phase = "kept" if number in probe.quantised else "backward" if place.phase == BACKWARD else "forward"
-        rows.setdefault((groups[number].name, phase), []).append(place)
+
+    def row(place: Site) -> tuple[str, str]:
+        phase = "backward" if place.phase == BACKWARD else "forward"
+        return groups[place.number].name, "kept" if place.number in probe.quantised else phase
+
+    rows = by_key((row(place), place) for _, place in sorted({**probe.places, **probe.quantised}.items()))
 
     def run(scale: Any) -> jax.Array:
         arrays, consts = [*map(widened, program.arrays)], [*map(widened, block.consts)]
@@ -347,7 +349,7 @@ def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Measurement:
 
 def _kept(notes: Mapping[Any, Any], places: Sequence[Site]) -> Any:
     """The values of `COLUMNS` over what one module keeps in eight bits."""
-    found = [notes["eight bits", p.number] for p in places if ("eight bits", p.number) in notes]
+    found = [notes["eight bits", p.number] for p in places]
     largest, _, size, nonzero, flushed, nonfinite = [*functools.reduce(merged_in_eight_bits, found, jnp.zeros(6))]
     zeros = size - nonzero - nonfinite
     return jnp.stack([largest, flushed / jnp.maximum(nonzero, 1), zeros / jnp.maximum(size, 1), nonfinite])
@@ -355,7 +357,7 @@ def _kept(notes: Mapping[Any, Any], places: Sequence[Site]) -> Any:
 
 def _row(notes: Mapping[Any, RangeNote], places: Sequence[Site], half: Mapping[int, Any], scale: Any) -> Any:
     """The values of `COLUMNS` over the equations of one module; `half` as in `Counted`."""
-    found = [(notes["range", p.number], p.number in half) for p in places if ("range", p.number) in notes]
+    found = [(notes["range", p.number], p.number in half) for p in places]
     amax = functools.reduce(jnp.maximum, (extremes[0] for (_, extremes, _), _ in found), jnp.float32(0))
     nothing = jnp.zeros(5, jnp.float32)
     counts = sum((counts.astype(jnp.float32) for (counts, _, _), _ in found), nothing)

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpjax.inspection.devices import Device
-from mpjax.inspection.reports import added_up, amount, totals
+from mpjax.inspection.reports import added_up, amount, by_key, totals
 from mpjax.program import compat
 from mpjax.program.dtypes import is_float, is_half
 from mpjax.program.formats import NAMES, is_narrow
@@ -223,17 +223,17 @@ def findings_of(rows: Sequence[Matmul], tpu: bool, widened: Mapping[tuple[str, s
         widened: What `widened_at` found.
     """
     total = sum(row.flops for row in rows)
-    merged: dict[Any, Finding] = {}
-    for row in rows:
-        for kind, sizes, why in _faults(row, widened.get((row.module, row.source, row.op), "")):
-            if tpu and (kind != DTYPE or row.passes == 1):
-                continue
-            key = (kind, row.module, row.source, row.op, sizes)
-            new = Finding(kind, row.module, row.source, row.op, 0, 0.0, (row.lhs, row.rhs), why)
-            found = merged.setdefault(key, new)
-            flops = found.flops + row.flops
-            merged[key] = dataclasses.replace(found, flops=flops, share=flops / total)
-    return tuple(sorted(merged.values(), key=lambda f: (list(MEANINGS).index(f.kind), -f.flops)))
+    faults = (
+        ((kind, row.module, row.source, row.op, sizes), (row, why))
+        for row in rows
+        for kind, sizes, why in _faults(row, widened.get((row.module, row.source, row.op), ""))
+        if not tpu or (kind == DTYPE and row.passes > 1)
+    )
+    found = []
+    for (kind, module, source, op, _), alike in by_key(faults).items():
+        flops, (first, why) = sum(row.flops for row, _ in alike), alike[0]
+        found.append(Finding(kind, module, source, op, flops, flops / total, (first.lhs, first.rhs), why))
+    return tuple(sorted(found, key=lambda f: (list(MEANINGS).index(f.kind), -f.flops)))
 
 
 def _faults(row: Matmul, widened: str) -> Iterator[tuple[str, frozenset[int], str]]:

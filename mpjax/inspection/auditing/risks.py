@@ -13,6 +13,7 @@ import numpy as np
 from mpjax.inspection.auditing.amplified import Amplified, Facts, amplified, exact_up_to, of_constant
 from mpjax.inspection.auditing.constants import Lost, lost_constants, rounded, rounded_text
 from mpjax.inspection.auditing.scaled_gradients import scaling_risks, unchecked
+from mpjax.inspection.reports import by_key
 from mpjax.program import compat
 from mpjax.program.dtypes import is_float, is_half
 from mpjax.program.graph import Site, sub_jaxprs
@@ -201,8 +202,6 @@ def _lost(nodes: Sequence[Node], lost: Iterable[Lost]) -> Iterator[RiskySite]:
                 guarded[node.writes[0]] = name, constant
             elif math.isfinite(constant.value):
                 yield "constant" if constant.value else "epsilon", node.site, constant.dtype, constant.text
-        if name in ("reshape", "broadcast_in_dim", "convert_element_type", "sqrt") and reads[0] in guarded:
-            guarded[node.writes[0]] = guarded[reads[0]]
         at_risk = reads[1:2] if name == "div" else reads[:1] if name in ("log", "rsqrt", "sqrt", "pow") else ()
         for value in at_risk:
             by, zero = guarded.get(value, ("", None))
@@ -385,11 +384,13 @@ def _digits(dtype: Any) -> int:
 
 
 def _merged(found: Iterable[RiskySite]) -> tuple[Risk, ...]:
-    merged: dict[Any, Risk] = {}
-    for kind, site, dtype, why in found:
-        op = kind if kind == "softmax" else site.name
-        key = (kind, *_place(site), op, dtype)
-        risk = merged.setdefault(key, Risk(kind, *_place(site), op, dtype, (), 0, why))
-        phases = tuple(dict.fromkeys((*risk.phases, site.phase)))
-        merged[key] = dataclasses.replace(risk, phases=phases, count=risk.count + site.times)
-    return tuple(sorted(merged.values(), key=lambda risk: list(MEANINGS).index(risk.kind)))
+    merged = []
+    places = (
+        ((kind, *_place(site), kind if kind == "softmax" else site.name, dtype), (site, why))
+        for kind, site, dtype, why in found
+    )
+    for place, alike in by_key(places).items():
+        sites, reasons = zip(*alike, strict=True)
+        phases = tuple(dict.fromkeys(site.phase for site in sites))
+        merged.append(Risk(*place, phases, sum(site.times for site in sites), reasons[0]))
+    return tuple(sorted(merged, key=lambda risk: list(MEANINGS).index(risk.kind)))

@@ -278,6 +278,7 @@ def _examined(
     overflows = kind == "inf" and place.name in GROWING
     argument = _cast_argument(program, node)
     mask = program.replay.from_masks.get(fault)
+    held = "" if mask is None else f" ({program.name_of(mask)} held -inf before the call)"
     constants, doubtful = ([], False) if overflows else _lost_constants(program, node, original, not fine)
     evidence = Symptoms(
         primitive=place.name,
@@ -290,14 +291,12 @@ def _examined(
         float32=value,
         backward=not argument and (derivative or place.phase == BACKWARD or _was_finite(program, place)),
         argument=argument,
-        mask="" if mask is None else program.name_of(mask),
         derivative=derivative,
         of_sqrt=_is_derivative_of_sqrt(flow, node),
         float8=out.dtype.name if out.dtype.name.startswith("float8") else "",
         constant=fault.is_constant,
         opaque=primitive(place.name).op is Op.OPAQUE,
-        constants="; ".join(dict.fromkeys(f"{lost.text}, at {lost.site.source}" for lost in constants)),
-        instead=", ".join(dict.fromkeys(lost.instead for lost in constants)),
+        constants=constants,
         doubtful=doubtful,
         rounding=_amplified_rounding(flow, place),
         index=_index_out_of_bounds(flow, node, here["ranges"]),
@@ -311,7 +310,7 @@ def _examined(
         module=place.path,
         source=place.line,
         kind=evidence.kind,
-        diagnosis=diagnosis_of(evidence),
+        diagnosis=diagnosis_of(evidence) + held,
         direction="backward" if evidence.backward or evidence.where_gradient else "forward",
         iteration=iteration[0] if len(iteration) == 1 else iteration or None,
         inputs=tuple(
@@ -428,9 +427,8 @@ def _is_where_gradient(program: _Examined, fault: Provenance) -> bool:
 
 def _half_name(block: Block, eqn: Any) -> str | None:
     """The half dtype of an equation, or else of the program."""
-    near = [v.aval.dtype.name for v in (*eqn.outvars, *eqn.invars) if is_half(v)]
-    far = (v.aval.dtype.name for p in block.places() for v in (*p.eqn.outvars, *p.eqn.invars) if is_half(v))
-    return near[0] if near else next(far, None)
+    eqns = (eqn, *(place.eqn for place in block.places()))
+    return next((v.aval.dtype.name for e in eqns for v in (*e.outvars, *e.invars) if is_half(v)), None)
 
 
 def _in_argument(program: _Examined, index: int) -> NonFinite:

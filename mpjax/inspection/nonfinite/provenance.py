@@ -310,11 +310,8 @@ class Replay:
         """The other sources of values that reach a result or a check, in order; of a mask's -inf, none."""
         ends = {each for end in (*self.checked, *self.results) if end for each in end.all}
         causes = [each for each in ends if each.rank == MADE or (each.is_argument and each.number not in self.masks)]
-        known, others = {fault.place}, list[Provenance]()
-        for each in sorted(causes):
-            others += [] if each.place in known else [each]
-            known.add(each.place)
-        return others
+        first = {each.place: each for each in sorted(causes, reverse=True)}
+        return sorted(each for each in first.values() if each.place != fault.place)
 
     def block(
         self, block: Block, addresses: Sequence[Address], iteration: _Iteration, consts: Sequence[Address] | None = None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from mpjax.inspection.auditing.constants import Lost
 from mpjax.inspection.reports import Report, Section, array_text
 from mpjax.program import compat
 
@@ -156,13 +157,11 @@ class Symptoms:
         float8: The float8 dtype of its result; empty for other dtypes.
         constant: Whether the operation only reads an infinite constant.
         opaque: Whether the operation can run only in the dtypes it was traced for.
-        constants: The constants that rounding made zero, one or inf, with what was written and the lines.
-        instead: Numbers near them that their dtypes hold.
+        constants: The constants that rounding made zero, one or inf.
         doubtful: Whether a constant of the line is zero in half, and it is not known what was written.
         index: The index out of bounds with which a gather made it, in words.
         rounding: What was rounded before, if the operation amplifies it, and the line that rounded it.
         argument: The argument that the operation casts; empty if it is no such cast.
-        mask: The argument whose -inf it read; empty if there is none.
         where_gradient: Whether the fault only matters in the backward pass, which has a `where` that selects zeros.
         float32_is_fine: Returns whether the function is finite when traced in float32; None if unknown.
     """
@@ -181,13 +180,11 @@ class Symptoms:
     of_sqrt: bool = False
     float8: str = ""
     opaque: bool = False
-    constants: str = ""
-    instead: str = ""
+    constants: Sequence[Lost] = ()
     doubtful: bool = False
     rounding: str = ""
     index: str = ""
     argument: str = ""
-    mask: str = ""
     where_gradient: bool = False
     float32_is_fine: Callable[[], bool | None] = lambda: False
 
@@ -204,10 +201,6 @@ _SQRT = "the derivative of a square root at zero is infinite (sqrt(x + epsilon) 
 
 def diagnosis_of(found: Symptoms) -> str:
     """The cause and the fix, in one sentence."""
-    return _diagnosis(found) + (f" ({found.mask} held -inf before the call)" if found.mask else "")
-
-
-def _diagnosis(found: Symptoms) -> str:
     if found.constant:
         what = "an infinite constant" if found.kind == "inf" else "a constant NaN"
         return f"{what} of the program, read here, reaches the result: check the mask or the initial value"
@@ -235,9 +228,9 @@ def _diagnosis(found: Symptoms) -> str:
         if found.where_gradient:
             return "; ".join([*causes, _WHERE_GRADIENT])
         if not fine and found.constants:
-            cure = f"write one that it holds, such as {found.instead}"
+            cure = f"write one that it holds, such as {', '.join(dict.fromkeys(x.instead for x in found.constants))}"
             cure += ", or keep this part in float32" if fine is None else ""
-            return "; ".join([*causes, found.constants, cure])
+            return "; ".join([*causes, *_lost_constants(found), cure])
         if fine is None and (found.opaque or (found.doubtful and _divides_by_zero(cause))):
             why = f"{found.primitive} can't be run in another dtype" if found.opaque else "a constant may be rounded"
             return "; ".join([*causes, f"cannot tell whether float32 fails too ({why}): trace the function in float32"])
@@ -262,7 +255,11 @@ def _diagnosis(found: Symptoms) -> str:
 
 def _named(found: Symptoms) -> list[str]:
     """The lines that caused the fault, where they are others than its own."""
-    return [text for text in (found.constants, found.rounding) if text]
+    return [*_lost_constants(found), *([found.rounding] if found.rounding else [])]
+
+
+def _lost_constants(found: Symptoms) -> list[str]:
+    return [*dict.fromkeys(f"{lost.text}, at {lost.site.source}" for lost in found.constants)]
 
 
 # From finite operands, an infinite result of these is an overflow.

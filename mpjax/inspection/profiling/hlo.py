@@ -188,7 +188,6 @@ class Instruction:
         path: The file of the innermost frame, mpjax's own files included.
         backward: Whether it belongs to the transposed part of a gradient.
         dtypes: The floating dtypes that its matmuls and convolutions read, in HLO's names (`f16`, `bf16`, `f32`).
-        shapes: Operands of the matmul or convolution, as `f32[8,16]`; empty for other kinds.
         exact: Whether full float32 precision was requested (`precision="highest"`), which rules out TF32.
         triton: Whether XLA's Triton backend generates it.
         differentiated: Whether it belongs to a differentiated function or to its gradient.
@@ -201,7 +200,6 @@ class Instruction:
     path: str = ""
     backward: bool = False
     dtypes: frozenset[str] = frozenset()
-    shapes: tuple[str, ...] = ()
     exact: bool = False
     triton: bool = False
     differentiated: bool = False
@@ -247,7 +245,6 @@ def _instruction(program: HloModule, computation: str, line: Line) -> Instructio
     places = program.places(named)
     which = informative_frame([path for path, _ in places])
     types = [matmul[1][name].type for name in matmul[0].operands[:2] if name in matmul[1]] if matmul else []
-    shapes = tuple(type_.partition("{")[0] for type_ in types if "[" in type_)
     return Instruction(
         name=line.name,
         kind=_kind(kinds, [part for part, _ in parts]),
@@ -255,8 +252,7 @@ def _instruction(program: HloModule, computation: str, line: Line) -> Instructio
         source="" if which is None else f"{places[which][0].rsplit('/', 1)[-1]}:{places[which][1]}",
         path=places[0][0] if places else "",
         backward="transpose(" in named.op_name,
-        dtypes=frozenset(shape.split("[")[0] for shape in shapes),
-        shapes=shapes,
+        dtypes=frozenset(type_.partition("[")[0] for type_ in types if "[" in type_),
         exact=bool(matmul and re.search(r"highest|dot_f32_f32_f32\b", matmul[0].attributes.lower())),
         triton="__triton" in line.attributes,
         differentiated="jvp(" in named.op_name,

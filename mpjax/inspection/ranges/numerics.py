@@ -45,7 +45,6 @@ _HEADROOM = 4.0
 # scale that fits it gives up 8 of float16's 40 powers of two, and dynamic scaling skips 8 steps to get there.
 _OUTLIER, _FEWEST = 256.0, 3
 _KEPT = 4  # batches that may be tried
-_MOST_SINGLES = 4  # modules that are tried one by one
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-14, 2.0**24  # the limits of `dynamic_loss_scale`
 
 
@@ -189,8 +188,6 @@ class _Measuring:
     def _take(self, compiled: _Compiled, notes: Mapping[Any, Any], grads: Sequence[Any]) -> None:
         counts = compiled.counts
         for number, place in compiled.probe.places.items():
-            if ("range", number) not in notes:
-                continue  # the equation lies in an opaque part
             dtypes = [v.aval.dtype.name for v in place.outvars if is_inexact(v)]
             matters = counts.matters(number)
             phase, table = (BACKWARD, "gradients") if place.phase == BACKWARD else (FORWARD, "activations")
@@ -208,11 +205,10 @@ class _Measuring:
                 size = math.inf if tally.nonfinite else tally.max / self.scale
                 self.gradients[-1][place.path] = max(size, self.gradients[-1].get(place.path, 0.0))
         for number, place in compiled.probe.quantised.items():
-            if ("eight bits", number) in notes:
-                found = EightBitRange.of(place, notes["eight bits", number])
-                key = place.name == PACKED, found.name, found.phase, found.dtypes
-                before = self.eight_bits.get(key)
-                self.eight_bits[key] = found if before is None else together_in_eight_bits(before, found)
+            found = EightBitRange.of(place, notes["eight bits", number])
+            key = place.name == PACKED, found.name, found.phase, found.dtypes
+            before = self.eight_bits.get(key)
+            self.eight_bits[key] = found if before is None else together_in_eight_bits(before, found)
         for name, grad in zip(compiled.names, grads, strict=True):
             scaled = np.asarray(grad, np.float32) * np.float32(self.scale)
             self._put(_Row("parameters", name, BACKWARD), tally_of(note([scaled], self.limits)), ("float32",))
@@ -235,7 +231,7 @@ class _Measuring:
 
     def _tried(self, losing: Sequence[str], init_scale: float) -> tuple[tuple[str, ...], tuple[Tried, ...]]:
         """The modules that must stay in float32, and the trials that show it."""
-        budget, left_out = self.budget, self._left_out()
+        left_out = self._left_out()
         rows = [row for row in self.largest if row[1] not in left_out] or self.largest[-1:]
         _, number, args, exact = rows[0]
         half = Policy(jnp.float32, self.limits.dtype, jnp.float32)
@@ -255,17 +251,9 @@ class _Measuring:
             found.append(tried("with the recommended scale", init_scale))
         if not losing:
             return (), tuple(found)
-        kept, scale = list(losing), self._scales(losing)[1] or init_scale
-        best = tried("with scale and overrides", scale, kept)
-        if not found[-1].error - best.error > budget:
-            return (), tuple(found)
-        for path in losing if 1 < len(losing) <= _MOST_SINGLES else ():
-            rest = [other for other in kept if other != path]
-            scale = self._scales(rest)[1] or init_scale
-            without = tried("with scale and overrides", scale, rest)
-            if without.error <= best.error + budget and found[-1].error - without.error > budget:
-                kept, best = rest, without
-        return tuple(kept), (*found, best)
+        best = tried("with scale and overrides", self._scales(losing)[1] or init_scale, losing)
+        helps = found[-1].error - best.error > self.budget
+        return (tuple(losing), (*found, best)) if helps else ((), tuple(found))
 
     def _nonfinite(self) -> set[int]:
         """The numbers of the batches whose gradients are inf or NaN, which a run in float32 has computed."""

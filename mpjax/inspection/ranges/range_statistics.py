@@ -157,8 +157,9 @@ def _size_bits(x: Any) -> Any:
 def tally_of(found: RangeNote) -> Tally:
     """The tally of a note."""
     counts, (largest, smallest), exponents = found
-    numbers = dict(zip(("size", "zeros", "flushed", "overflowed", "nonfinite"), map(int, counts), strict=True))
-    return Tally(float(largest), float(smallest), **numbers, exponents=exponents.astype(int) if exponents.size else 0)
+    histogram = exponents.astype(int) if exponents.size else 0
+    size, zeros, flushed, overflowed, nonfinite = map(int, counts)
+    return Tally(float(largest), float(smallest), size, zeros, flushed, overflowed, nonfinite, histogram)
 
 
 def _exponents(x: Any) -> Any:
