@@ -12,7 +12,7 @@ import numpy as np
 
 from mpjax.inspection.auditing.amplified import Amplified, Facts, amplified, exact_up_to, of_constant
 from mpjax.inspection.auditing.constants import Lost, lost_constants, rounded, rounded_text
-from mpjax.inspection.auditing.scaled_gradients import scaling_risks, unchecked
+from mpjax.inspection.auditing.scaled_gradients import repeats, scaling_risks, unchecked
 from mpjax.inspection.reports import by_key
 from mpjax.program import compat
 from mpjax.program.dtypes import is_float, is_half
@@ -115,7 +115,7 @@ def _operations(flow: Flow, amplified: set[tuple[str, str]]) -> Iterator[RiskySi
 
     def of_sum(value: Value) -> bool:
         """Whether a value is a sum, as in log_softmax, and not a probability."""
-        node = flow.maker(flow.source(value, _passes))
+        node = flow.maker(flow.source(value, repeats))
         return node is not None and node.site.name == "reduce_sum"
 
     for node, dtype in risky:
@@ -125,12 +125,6 @@ def _operations(flow: Flow, amplified: set[tuple[str, str]]) -> Iterator[RiskySi
         if kind in ("log", "pow") and _place(node.site) in amplified:
             continue
         yield kind, node.site, dtype, MEANINGS[kind]
-
-
-def _passes(node: Node) -> bool:
-    """Whether an operation only moves, repeats or casts."""
-    row = primitive(node.site.name)
-    return row.moves or row.whole
 
 
 def _risky(node: Node) -> str:
@@ -214,7 +208,7 @@ def _norms(flow: Flow) -> Iterator[RiskySite]:
     """Square roots of sums of squares in float16."""
 
     def through(node: Node) -> Iterable[Value]:
-        return node.reads if _passes(node) or primitive(node.site.name).adds else ()
+        return node.reads if repeats(node) or primitive(node.site.name).adds else ()
 
     def is_square(node: Node) -> bool:
         is_product = node.site.name == "mul" and node.reads[0] is node.reads[1]
@@ -281,8 +275,8 @@ def _accumulators(flow: Flow) -> Iterator[RiskySite]:
             for before, after in zip(carry, node.inner[-1].outputs, strict=False):
                 yield from _added_to(node.inner[-1], before, [after], times)
     for value in filter(is_half, flow.outputs):
-        node, dtype = flow.maker(flow.source(value, _passes)), value.aval.dtype
-        terms = [flow.source(v, _passes) for v in node.reads] if node is not None else []
+        node, dtype = flow.maker(flow.source(value, repeats)), value.aval.dtype
+        terms = [flow.source(v, repeats) for v in node.reads] if node is not None else []
         makers = [maker for v in terms if (maker := flow.maker(v)) is not None]
         of_gradients = any(maker.site.phase == BACKWARD for maker in makers)
         reads_input = any(v.kind == INPUT and is_half(v) for v in terms)
@@ -299,14 +293,14 @@ def _accumulators(flow: Flow) -> Iterator[RiskySite]:
 
 def _counts(flow: Flow, node: Node) -> bool:
     """Whether it adds a constant to a number that is an argument."""
-    terms = [flow.source(v, _passes) for v in node.reads]
+    terms = [flow.source(v, repeats) for v in node.reads]
     is_sum = primitive(node.site.name).adds and len(terms) == 2 and not node.writes[0].aval.shape
     return is_sum and {v.kind for v in terms} == {INPUT, CONSTANT}
 
 
 def _is_reduction(flow: Flow, terms: Iterable[Value]) -> bool:
     """Whether one of the terms of a sum is a sum or a mean of a batch itself, such as a count or a metric."""
-    sources = (flow.source(v, lambda node: _passes(node) or primitive(node.site.name).scales) for v in terms)
+    sources = (flow.source(v, lambda node: repeats(node) or primitive(node.site.name).scales) for v in terms)
     return any(maker.site.name == "reduce_sum" for v in sources if (maker := flow.maker(v)) is not None)
 
 
@@ -319,7 +313,7 @@ def _added_to(flow: Flow, before: Value, after: Iterable[Value], times: str) -> 
     def sources(value: Value) -> Iterator[Value]:
         """The values that a value is, seen through moves, casts and the branches of a conditional."""
         node = flow.maker(value)
-        if node is None or not (_passes(node) or node.site.name == "cond"):
+        if node is None or not (repeats(node) or node.site.name == "cond"):
             yield value
         elif node.site.name == "cond":
             for branch in node.inner:
@@ -354,7 +348,7 @@ def _unrolled(flow: Flow) -> Iterator[RiskySite]:
     """The ends of long sums, term by term, as a loop of Python makes them."""
 
     def addition(value: Value) -> Node | None:
-        node: Node | None = flow.maker(flow.source(value, _passes))
+        node: Node | None = flow.maker(flow.source(value, repeats))
         return node if node is not None and node.site.name == "add" and is_half(node.writes[0]) else None
 
     terms: dict[int, int] = {}  # the number of each addition's, by `id`

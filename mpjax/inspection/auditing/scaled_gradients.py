@@ -170,12 +170,13 @@ def _bounded(flow: Flow, node: Node) -> Value | None:
 
 
 def _is_constant(flow: Flow, value: Value) -> bool:
-    return flow.source(value, lambda node: primitive(node.site.name).whole or repeats(node)).kind == CONSTANT
+    return flow.source(value, repeats).kind == CONSTANT
 
 
 def repeats(node: Node) -> bool:
     """Whether an operation only moves, repeats or casts."""
-    return primitive(node.site.name).moves or node.site.name == "convert_element_type"
+    row = primitive(node.site.name)
+    return row.moves or row.whole
 
 
 def _is_gradient(flow: Flow, value: Value) -> bool:

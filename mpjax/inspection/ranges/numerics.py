@@ -381,24 +381,11 @@ class _Measuring:
         return max(seen) if 0 < max(seen) < math.inf else None
 
     def _table(self, table: str) -> tuple[Range, ...]:
-        return tuple(
-            Range(
-                name=row.name,
-                phase=row.phase,
-                dtypes=tuple(self.dtypes[row]),
-                max=tally.max,
-                min_nonzero=tally.min_nonzero,
-                count=tally.size,
-                zeros=tally.zeros / max(tally.size, 1),
-                flushed=tally.flushed_share,
-                overflowed=tally.overflowed_share,
-                nonfinite=tally.nonfinite,
-                op=row.op,
-                source=row.source,
-            )
-            for row, tally in self.tallies.items()
-            if row.table == table
-        )
+        def row(key: _Row, of: Tally) -> Range:
+            place = key.name, key.phase, tuple(self.dtypes[key])
+            return Range(*place, of.max, of.min_nonzero, of.size, *of.shares, of.nonfinite, key.op, key.source)
+
+        return tuple(row(key, tally) for key, tally in self.tallies.items() if key.table == table)
 
     def _total(self, table: str) -> Tally:
         return sum((tally for row, tally in self.tallies.items() if row.table == table), start=Tally())

@@ -116,9 +116,9 @@ class Tally:
         return self.flushed / max(self.size - self.zeros - self.nonfinite, 1)
 
     @property
-    def overflowed_share(self) -> float:
-        """The share of all finite values that overflow to inf in half."""
-        return self.overflowed / max(self.size - self.nonfinite, 1)
+    def shares(self) -> tuple[float, float, float]:
+        """The shares of zeros, of the nonzero values that half would flush, and of the finite ones that overflow."""
+        return self.zeros / max(self.size, 1), self.flushed_share, self.overflowed / max(self.size - self.nonfinite, 1)
 
 
 def _classified(x: Any, limits: Limits) -> Sequence[Any]:
