@@ -224,14 +224,15 @@ def module_path(op_name: str) -> str:
         >>> module_path("jit(step)/transpose(jvp(ResNet))/Block_0/while/body/Conv_0/conv_general_dilated")
         'ResNet/Block_0/Conv_0'
     """
-    parts = [part for part in split_scopes(op_name)[:-1] if not part.startswith(("jit(", "pjit("))]
-    return path_of(_STRUCTURE.sub("", "/".join(parts)))
+    parts = split_scopes(_STRUCTURE.sub("", op_name))[:-1]
+    return path_of("/".join(filter(None, parts)))
 
 
 # Parts of a name that JAX and mpjax add for their own structure. All other parts are the user's named scopes.
 _STRUCTURE = re.compile(
     r"(?<![^/(])(while|body|cond|scan|closed_call|core_call|eval_jaxpr|remat\d?|checkpoint|rematted_computation"
-    r"|branch_\d+_fun|custom_[jv][vj]p_call(_jaxpr)?|pjit|shard_map|shmap_body|pmap|xla_pmap|mpjax\.\w*)(?![^/)])"
+    r"|branch_\d+_fun|custom_[jv][vj]p_call(_jaxpr)?|p?jit\([^()]*\)|pjit|shard_map|shmap_body|pmap|xla_pmap"
+    r"|mpjax\.\w*)(?![^/)])"
 )
 
 

@@ -92,14 +92,9 @@ def after_first(trace: Trace, events: Sequence[Event], executions: int, program:
     if not program and len(dispatches) > 1:
         start = dispatches[0][1]
         return [event for event in events if event.end > start], start
-    if all(event.run for event in events):
-        first = {event.device: event.run for event in reversed(events)}
-        begun = [event for event in events if event.run == first[event.device]]
-    else:  # A GPU's trace doesn't number executions, but all have the same kernels.
-        begun = list(events[: len(events) // executions])
-    ids = set(map(id, begun))
-    start = max((event.end for event in begun), default=events[0].start if events else 0.0)
-    return [event for event in events if id(event) not in ids], start
+    count = len(events) // executions  # All have the same kernels.
+    start = max((event.end for event in events[:count]), default=events[0].start if events else 0.0)
+    return [*events[count:]], start
 
 
 def split(trace: Trace, events: Sequence[Event], start: float, executions: int, compiled: Sequence[bool] = ()) -> Split:

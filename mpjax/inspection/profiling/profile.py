@@ -179,8 +179,8 @@ class Recording:
         XLA launches most of a program as CUDA graphs (command buffers), whose kernels are recorded under the graph's
         name.
         """
-        total = sum(event.seconds for event in self.events) if self.trace.gpu else 0.0
-        return sum(event.seconds for event in self.events if event.op not in self.instructions) / (total or 1.0)
+        seconds = totals((event.op in self.instructions, event.seconds) for event in self.events if self.trace.gpu)
+        return seconds.get(False, 0.0) / sum(seconds.values()) if seconds else 0.0
 
 
 def _record(stepper: Stepper, steps: int) -> Recording:

@@ -127,7 +127,6 @@ class _Compiled:
 
     block: Block
     counts: Counted
-    names: Sequence[str]
     probe: RangeProbe
     evaluation: Eager
 
@@ -164,28 +163,28 @@ class _Measuring:
         consts = compat.open_jaxpr(program.jaxpr).consts
         key = jax.tree.structure(args), *(jax.typeof(x) for x in (*program.arrays, *consts))
         if key not in self.compiled:
-            self.compiled[key] = self._compile(laid_out(program), names)
+            self.compiled[key] = self._compile(laid_out(program), len(names))
         compiled = self.compiled[key]
         arrays, consts = map(widened, program.arrays), [*map(widened, consts)]
         outs, notes = compiled.evaluation.block(compiled.block, [*arrays], consts=consts)
-        grads = outs[: len(compiled.names)]
+        grads = outs[: len(names)]
         self.gradients.append({})
-        self._take(compiled, jax.device_get(notes), grads)
+        self._take(compiled, jax.device_get(notes), zip(names, grads, strict=True))
         size = max(self.gradients[-1].values(), default=0.0)
         rows = [*self.largest, (size, self.batches, args, grads)]
         self.largest = sorted(rows, key=lambda row: -row[0])[:_KEPT]
         self.batches += 1
 
-    def _compile(self, block: Block, names: Sequence[str]) -> _Compiled:
-        counts = counted(block, len(names))
+    def _compile(self, block: Block, num_gradients: int) -> _Compiled:
+        counts = counted(block, num_gradients)
         quantised = filter(stores_eight_bits, block.places())
         measured = (p for p in block.places() if is_measured(p, counts))
         probe = RangeProbe(measured, lambda _: self.limits, counts.gradients | counts.parameters, quantised)
         self.unseen |= dict.fromkeys(block.not_entered())
         self.has_half |= any(is_half(v) for place in block.places() for v in place.eqn.outvars)
-        return _Compiled(block, counts, names, probe, Eager(probe, wide=True))
+        return _Compiled(block, counts, probe, Eager(probe, wide=True))
 
-    def _take(self, compiled: _Compiled, notes: Mapping[Any, Any], grads: Sequence[Any]) -> None:
+    def _take(self, compiled: _Compiled, notes: Mapping[Any, Any], grads: Iterable[tuple[str, Any]]) -> None:
         counts = compiled.counts
         for number, place in compiled.probe.places.items():
             dtypes = [v.aval.dtype.name for v in place.outvars if is_inexact(v)]
@@ -209,7 +208,7 @@ class _Measuring:
             key = place.name == PACKED, found.name, found.phase, found.dtypes
             before = self.eight_bits.get(key)
             self.eight_bits[key] = found if before is None else together_in_eight_bits(before, found)
-        for name, grad in zip(compiled.names, grads, strict=True):
+        for name, grad in grads:
             scaled = np.asarray(grad, np.float32) * np.float32(self.scale)
             self._put(_Row("parameters", name, BACKWARD), tally_of(note([scaled], self.limits)), ("float32",))
 

@@ -132,6 +132,12 @@ def test_a_triton_matmul_is_told_by_its_operands_and_the_gpu():
     assert runs("gemm_fusion_dot_1", exact["gemm_fusion_dot.1"], 9.0) is False
 
 
+def test_a_collective_is_a_kind_of_work():
+    line = "%sum = f32[8] all-reduce-start(%p), replica_groups=[2,4]<=[8], to_apply=%add"
+    text = f"HloModule jit_step\nENTRY %main (p: f32[8]) -> f32[8] {{\n  %p = f32[8] parameter(0)\n  ROOT {line}\n}}"
+    assert instructions(text)["sum"].kind == hlo.COLLECTIVE
+
+
 def test_what_xla_starts_beside_other_kernels_is_told_by_what_is_inside():
     started = instructions(GPU_PROGRAM)["fusion-start"]
     assert started.kind == "copy"
