@@ -168,8 +168,6 @@ def _arrays(block: Block) -> list[Key]:
 
 def _sliced(place: Site) -> list[int]:
     """The indices of those arrays that a scan iterates over which are real floats."""
-    if place.name != "scan":
-        return []
     return [i for i, v in enumerate(place.blocks[0].split(place.eqn.invars)[2]) if is_float(v)]
 
 

@@ -248,3 +248,17 @@ def test_a_fault_outside_of_loops_is_measured_without_a_compilation():
     with Compilations() as compilations:
         found = find_nonfinite(loss, x, y)
     assert (found.primitive, found.count, compilations.count) == ("log", 21, 0)
+
+
+@pytest.mark.parametrize(
+    "is_finite", [jnp.isfinite, lambda loss: ~jnp.any(jnp.isnan(0 * loss[None]))], ids=["isfinite", "isnan"]
+)
+def test_of_a_step_that_a_check_skips_the_element_that_the_check_saw_is_named(is_finite):
+    mask = jnp.arange(8) > 0
+
+    def step(w, x):
+        loss = w * jnp.sum(jnp.where(mask, jnp.log(x), 0.0))
+        return jnp.where(is_finite(loss), w - loss, w)
+
+    found = find_nonfinite(step, jnp.ones(()), jnp.ones(8).at[jnp.array([0, 5])].set(0.0))
+    assert (found.primitive, found.element, found.result) == ("log", (5,), None)
