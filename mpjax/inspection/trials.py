@@ -79,7 +79,7 @@ def scale_state(loss_scale: Any) -> LossScaleState:
     return find_loss_scale_state(loss_scale)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # a function, which JAX hashes
 class Loss:
     """A loss function and how it is differentiated.
 
@@ -134,6 +134,7 @@ class Loss:
         return gradient
 
     def _differentiated(self, state: LossScaleState | None, args: Sequence[Any]) -> tuple[Any, Any]:
+        """The loss, with aux, and the gradients of the floating-point arrays at `argnums`."""
         positions = [i % len(args) for i in ([self.argnums] if isinstance(self.argnums, int) else self.argnums)]
         if any(contains_nnx_object(args[i]) for i in positions):
             return value_and_grad(self, state, argnums=self.argnums, has_aux=self.has_aux)(*args)
