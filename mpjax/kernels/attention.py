@@ -4,9 +4,8 @@
     attention_tangent   (all of these, tangents)            → tangent of out
     attention_backward  (all of these, cotangent of out)    → cotangents of q, k, v, bias
 
-`attention_tangent` is linear in the tangents, and its transpose is `attention_backward`, so every transformation works.
-What runs is chosen when a program is lowered (see `mpjax.kernels.attention_kernels`): a fused kernel of the platform,
-or the formulas here, a block of queries at a time. Forward mode and second derivatives run the formulas as a whole.
+They are a `Family`. What runs is chosen when a program is lowered (see `mpjax.kernels.attention_kernels`): a fused
+kernel of the platform, or the formulas here, a block of queries at a time.
 
     scores = scale · q kᵀ       p = exp(scores - logsumexp)     out = p v
     d v = pᵀ d out              d p = d out vᵀ                  d scores = p (d p - Σ p d p)
@@ -28,9 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
 
-from mpjax.kernels.derivatives import define_compiled, derive_formulas, same_axes, vary_as
+from mpjax.kernels.derivatives import mapped_size, same_axes, vary_as
+from mpjax.kernels.families import Family
 from mpjax.program import compat
 
 # A score that no key has. (-inf would give NaN in a row without keys.)
@@ -271,7 +270,6 @@ forward_p, tangent_p, backward_p = (
     Primitive("attention_tangent"),
     Primitive("attention_backward"),
 )
-_FLOATS = ("q", "k", "v", "bias")
 
 
 class _Given(NamedTuple):
@@ -301,16 +299,6 @@ def _backward_program(*arrays: Any, form: Form, given: tuple[str, ...], wrt: tup
     return [getattr(found, name).astype(getattr(x, name).dtype) for name in wrt]
 
 
-def _tangent_program(*arrays: Any, form: Form, given: tuple[str, ...], wrt: tuple[str, ...]) -> list[Any]:
-    x, tangents = operands_of(given, arrays[: len(given)]), arrays[len(arrays) - len(wrt) :]
-    fun = _of_arrays(x, wrt, lambda x: formula(x, form)[0])
-    return [jax.jvp(fun, [getattr(x, name) for name in wrt], list(tangents))[1]]
-
-
-def _of_arrays(x: Operands, wrt: Sequence[str], fun: Callable[[Operands], Any]) -> Callable[..., Any]:
-    return lambda *arrays: fun(x._replace(**dict(zip(wrt, arrays, strict=True))))
-
-
 def _forward_avals(*avals: Any, form: Form, given: tuple[str, ...]) -> list[Any]:
     return list(_result_types(avals[0], avals[2].shape[-1]))
 
@@ -325,61 +313,12 @@ def _result_types(q: Any, width: int) -> Sequence[Any]:
     return [aval.update(weak_type=False) for aval in compat.trace(results, q).out_avals]
 
 
-def _backward_avals(*avals: Any, form: Form, given: tuple[str, ...], wrt: tuple[str, ...]) -> list[Any]:
-    return [avals[given.index(name)] for name in wrt]
-
-
-def _tangent_avals(*avals: Any, form: Form, given: tuple[str, ...], wrt: tuple[str, ...]) -> list[Any]:
-    return list(_result_types(avals[0], avals[2].shape[-1]))[:1]
-
-
-def _tangent_of(primals: Sequence[Any], tangents: Sequence[Any], outs: Sequence[Any], form: Form, given: Any) -> Any:
-    """The tangents of the result and of the logsumexp. The latter is there for the backward pass, and has none."""
-    known = {name: t for name, t in zip(given, tangents, strict=True) if name in _FLOATS and type(t) is not ad.Zero}
-    if not known:
-        return [compat.zero_tangent(out) for out in outs]
-    # The formulas don't read the result, which a kernel's backward pass does.
-    kept = outs if form.kernel != "xla" else outs[1:]
-    arrays = same_axes([*primals, *kept, *(ad.instantiate_zeros(t) for t in known.values())])
-    (tangent,) = tangent_p.bind(*arrays, form=form, given=given, wrt=tuple(known))
-    return [tangent, compat.zero_tangent(outs[1])]
-
-
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, form: Form, given: Any) -> tuple[Any, Any]:
-    outs = forward_p.bind(*primals, form=form, given=given)
-    return outs, _tangent_of(primals, tangents, outs, form, given)
-
-
-def _linearization(nonzeros: Sequence[bool], *primals: Any, form: Form, given: Any) -> tuple[Any, Any, Any]:
-    outs = forward_p.bind(*primals, form=form, given=given)
-    nonzero = any(each for each, name in zip(nonzeros, given, strict=True) if name in _FLOATS)
-    return outs, [nonzero, False], lambda *tangents: _tangent_of(primals, tangents, outs, form, given)
-
-
-def _transpose(cts: Sequence[Any], *arrays: Any, form: Form, given: Any, wrt: tuple[str, ...]) -> list[Any]:
-    (ct,), count = cts, len(arrays) - len(wrt)
-    nothing: list[Any] = [None] * count
-    asked = [name for name, x in zip(wrt, arrays[count:], strict=True) if ad.is_undefined_primal(x)]
-    if type(ct) is ad.Zero or not asked:
-        return [*nothing, *(None for _ in wrt)]
-    found = backward_p.bind(*same_axes([*arrays[:count], ct]), form=form, given=given, wrt=tuple(asked))
-    by_name = dict(zip(asked, found, strict=True))
-    return [*nothing, *(by_name.get(name) for name in wrt)]
-
-
-def _whole_backward(*arrays: Any, form: Form, given: Any, wrt: tuple[str, ...]) -> list[Any]:
-    """The backward pass as a function of operands and cotangent alone: its derivative is that of the formulas."""
-    x, ct = operands_of(given, arrays[: len(given)]), arrays[-1]
-    fun = _of_arrays(x, wrt, lambda x: formula(x, form)[0])
-    return list(jax.vjp(fun, *(getattr(x, name) for name in wrt))[1](ct))
-
-
-def _set_batching(primitive: Primitive) -> None:
-    """Gives a primitive its batching rule: the mapped axis becomes a part of the batch."""
+def _batching(primitive: Primitive) -> Callable[..., Any]:
+    """The batching rule of a primitive: the mapped axis becomes a part of the batch."""
 
     def batch(arrays: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         names = (*params["given"], *[""] * (len(arrays) - len(params["given"])))
-        size = next(y.shape[d] for y, d in zip(arrays, dims, strict=True) if d is not None)
+        size = mapped_size(arrays, dims)
         of_bias = "bias" in params.get("wrt", ())
         examples = arrays[0].shape[1 if dims[0] == 0 else 0]
         folded = []
@@ -397,25 +336,18 @@ def _set_batching(primitive: Primitive) -> None:
                 outs[at] = jnp.sum(outs[at], 1, keepdims=True)
         return outs, [0] * len(outs)
 
-    batching.primitive_batchers[primitive] = batch
+    return batch
 
 
-def _define(primitive: Primitive, avals: Callable[..., Any]) -> None:
-    define_compiled(primitive, avals)
-    _set_batching(primitive)
-
-
-for _each in ((forward_p, _forward_avals), (tangent_p, _tangent_avals), (backward_p, _backward_avals)):
-    _define(*_each)
-ad.primitive_jvps[forward_p] = _jvp
-compat.set_linearization(forward_p, _linearization)
-ad.primitive_transposes[tangent_p] = _transpose
-derive_formulas(tangent_p, _tangent_program)
-derive_formulas(backward_p, _whole_backward)
-
+_FAMILY = Family(
+    forward_p,
+    tangent_p,
+    backward_p,
+    names=lambda form, given: given,
+    formula=lambda *arrays, form, given: formula(operands_of(given, arrays), form),
+    constant={1},  # The logsumexp is there for the backward pass.
+    # The formulas don't read the result, which a kernel's backward pass does.
+    kept=lambda outs, form, given: outs if form.kernel != "xla" else outs[1:],
+)
 # Each primitive as a function of its operands, by its formulas.
-PROGRAMS: dict[Primitive, Callable[..., Any]] = {
-    forward_p: _forward_program,
-    tangent_p: _tangent_program,
-    backward_p: _backward_program,
-}
+PROGRAMS = _FAMILY.define(_forward_program, _forward_avals, _backward_program, _batching)

@@ -277,9 +277,6 @@ def _lower(primitive: Any, platform: str | None) -> None:
 
 
 for _primitive in (attention.forward_p, attention.backward_p):
-    compat.needs_devices(_primitive)  # cuDNN's kernel in JAX partitions itself.
+    compat.lowers_for_devices(_primitive)  # cuDNN's kernel in JAX partitions itself.
     for _platform in (None, *_OF_PLATFORM):
         _lower(_primitive, _platform)
-mlir.register_lowering(
-    attention.tangent_p, mlir.lower_fun(attention.PROGRAMS[attention.tangent_p], multiple_results=True)
-)

@@ -263,9 +263,6 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
 
 
 define(matmul, _impl, _abstract_eval, _batch)
-matmul.def_impl(jax.jit(_impl, static_argnames=(
-    "dtypes", "result", "native", "dimension_numbers", "out_sharding", "half", "cotangents", "half_gradients",
-)))  # fmt: skip
 mlir.register_lowering(matmul, _lower)
 mlir.register_lowering(matmul, _lower_for_cuda, platform="cuda")
 compat.lowers_for_devices(matmul)

@@ -26,11 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
-from mpjax.kernels.derivatives import define_compiled, derive_formulas, same_axes, vary_as
+from mpjax.kernels.derivatives import mapped_size, same_axes, vary_as
+from mpjax.kernels.families import Family
 from mpjax.program import compat
-from mpjax.program.objects import filled
 
 # The logits of a block that exist at once.
 _BLOCK = 2**26
@@ -58,14 +57,10 @@ class Head:
         kinds = {kind for kind, _ in self.steps}
         return ("x", "w", *(name for name in ("bias", "factors") if name in kinds))
 
-    def places(self, names: Sequence[str]) -> list[int]:
-        """The indices of such operands."""
-        return [self.floats.index(name) for name in names]
-
     @property
-    def operands(self) -> int:
-        """The number of operands."""
-        return len(self.floats) + self.labels
+    def names(self) -> tuple[str, ...]:
+        """The names of all operands; those of labels are empty."""
+        return (*self.floats, *[""] * self.labels)
 
 
 class Statistics(NamedTuple):
@@ -293,85 +288,15 @@ def _forward_avals(*avals: Any, head: Head) -> list[Any]:
     return _row_types(avals[0], head.labels)
 
 
-def _backward_avals(*avals: Any, head: Head, wrt: tuple[str, ...]) -> list[Any]:
-    return [avals[i] for i in head.places(wrt)]
-
-
-# `_tangent_program(given, logsumexp, tangents) → tangents of logsumexp, total and at`.
-
-
-def _tangent_program(*arrays: Any, head: Head, wrt: tuple[str, ...]) -> list[Any]:
-    given, tangents = list(arrays[: head.operands]), arrays[len(arrays) - len(wrt) :]
-    places = head.places(wrt)
-
-    return list(jax.jvp(_formula_of(given, places, head), [given[i] for i in places], list(tangents))[1])
-
-
-def _formula_of(given: Sequence[Any], places: Sequence[int], head: Head) -> Callable[..., list[Any]]:
-    """The differentiable results as a function of some operands."""
-
-    def fun(*chosen: Any) -> list[Any]:
-        return _differentiable(formula(*filled(given, places, chosen), head=head))
-
-    return fun
-
-
-def _differentiable(outs: Sequence[Any]) -> list[Any]:
-    return [outs[0], outs[2], *outs[4:]]
-
-
-def _tangent_avals(*avals: Any, head: Head, wrt: tuple[str, ...]) -> list[Any]:
-    return _differentiable(_row_types(avals[0], head.labels))
-
-
-def _tangents_of(primals: Sequence[Any], tangents: Sequence[Any], outs: Sequence[Any], head: Head) -> list[Any]:
-    known = {n: t for n, t in zip(head.floats, tangents, strict=False) if type(t) is not ad.Zero}
-    zeros = [compat.zero_tangent(out) for out in outs]
-    if not known:
-        return zeros
-    arrays = same_axes([*primals, outs[0], *known.values()])
-    logsumexp, total, *at = tangent_p.bind(*arrays, head=head, wrt=tuple(known))
-    return [logsumexp, zeros[1], total, zeros[3], *at]
-
-
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, head: Head) -> tuple[Any, Any]:
-    outs = forward_p.bind(*primals, head=head)
-    return outs, _tangents_of(primals, tangents, outs, head)
-
-
-def _linearization(nonzeros: Sequence[bool], *primals: Any, head: Head) -> tuple[Any, Any, Any]:
-    outs = forward_p.bind(*primals, head=head)
-    some = any(nonzeros[: len(head.floats)])
-    has_tangent = [some, False, some, False, *[some] * head.labels]
-    return outs, has_tangent, lambda *tangents: _tangents_of(primals, tangents, outs, head)
-
-
-def _transpose(cts: Sequence[Any], *arrays: Any, head: Head, wrt: tuple[str, ...]) -> list[Any]:
-    count = len(arrays) - len(wrt)
-    nothing: list[Any] = [None] * count
-    asked = [name for name, x in zip(wrt, arrays[count:], strict=True) if ad.is_undefined_primal(x)]
-    if not asked or all(type(ct) is ad.Zero for ct in cts):
-        return [*nothing, *(None for _ in wrt)]
-    operands = same_axes([*arrays[:count], *(ad.instantiate_zeros(ct) for ct in cts)])
-    found = dict(zip(asked, backward_p.bind(*operands, head=head, wrt=tuple(asked)), strict=True))
-    return [*nothing, *(found.get(name) for name in wrt)]
-
-
-def _whole_backward(*arrays: Any, head: Head, wrt: tuple[str, ...]) -> list[Any]:
-    """The backward pass as a function of operands and cotangents alone: its derivative is that of the formulas."""
-    given, cts = list(arrays[: head.operands]), list(arrays[head.operands + 1 :])
-    places = head.places(wrt)
-
-    return list(jax.vjp(_formula_of(given, places, head), *(given[i] for i in places))[1](cts))
-
-
-def _set_batching(primitive: Primitive, per_row: Callable[[int, Any], bool]) -> None:
-    """Gives a primitive its batching rule: mapped rows become rows; mapped weights are mapped one after the other."""
+def _batching(primitive: Primitive) -> Callable[..., Any]:
+    """The batching rule of a primitive: mapped rows become rows; mapped weights are mapped one after the other."""
 
     def batch(arrays: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-        size = next(y.shape[d] for y, d in zip(arrays, dims, strict=True) if d is not None)
+        size = mapped_size(arrays, dims)
         moved = [y if d is None else jnp.moveaxis(y, d, 0) for y, d in zip(arrays, dims, strict=True)]
-        of_rows = [per_row(i, params) for i in range(len(arrays))]
+        of_tangents = params["wrt"] if primitive is tangent_p else ()
+        names = (*params["head"].floats, *[""] * len(arrays))[: len(arrays) - len(of_tangents)]
+        of_rows = [name not in ("w", "bias") for name in (*names, *of_tangents)]
         sums = primitive is backward_p and not set(params["wrt"]) <= {"x", "factors"}
         if sums or any(d is not None and not rows for d, rows in zip(dims, of_rows, strict=True)):
             mapped = [y for y, d in zip(moved, dims, strict=True) if d is not None]
@@ -390,37 +315,16 @@ def _set_batching(primitive: Primitive, per_row: Callable[[int, Any], bool]) -> 
         outs = primitive.bind(*same_axes(folded), **params)
         return [y.reshape(size, -1, *y.shape[1:]) for y in outs], [0] * len(outs)
 
-    batching.primitive_batchers[primitive] = batch
+    return batch
 
 
-def _define(primitive: Primitive, program: Callable[..., Any], avals: Callable[..., Any]) -> None:
-    define_compiled(primitive, avals)
-    mlir.register_lowering(primitive, mlir.lower_fun(program, multiple_results=True))
-
-
-def _is_row(i: int, params: Any) -> bool:
-    return params["head"].floats[i : i + 1] not in (("w",), ("bias",))
-
-
-def _is_row_of_tangent(i: int, params: Any) -> bool:
-    first = 1 + params["head"].operands
-    return params["wrt"][i - first] in ("x", "factors") if i >= first else _is_row(i, params)
-
-
-PROGRAMS: dict[Primitive, Callable[..., Any]] = {
-    forward_p: _forward_program,
-    tangent_p: _tangent_program,
-    backward_p: _backward_program,
-}
-for _primitive, _avals, _rows in (
-    (forward_p, _forward_avals, _is_row),
-    (tangent_p, _tangent_avals, _is_row_of_tangent),
-    (backward_p, _backward_avals, _is_row),
-):
-    _define(_primitive, PROGRAMS[_primitive], _avals)
-    _set_batching(_primitive, _rows)
-ad.primitive_jvps[forward_p] = _jvp
-compat.set_linearization(forward_p, _linearization)
-ad.primitive_transposes[tangent_p] = _transpose
-derive_formulas(tangent_p, _tangent_program)
-derive_formulas(backward_p, _whole_backward)
+_FAMILY = Family(
+    forward_p,
+    tangent_p,
+    backward_p,
+    names=lambda head: head.names,
+    formula=formula,
+    constant={1, 3},  # the largest, and where it is
+    kept=lambda outs, head: outs[:1],
+)
+PROGRAMS = _FAMILY.define(_forward_program, _forward_avals, _backward_program, _batching)

@@ -10,12 +10,69 @@ import jax
 from jax.interpreters import ad, batching, mlir
 
 from mpjax.program import compat
-from mpjax.program.objects import filled
+
+Rule = Callable[..., Any]
 
 
-def set_derivative(
-    primitive: Any, tangent_of: Callable[..., Any], which: Sequence[int] | None, transpose: Callable[..., Any]
-) -> None:
+def define(primitive: Any, fun: Rule, abstract_eval: Rule, batch: Rule | None = None, several: bool = False) -> None:
+    """Defines what a primitive computes, and its batching rule.
+
+    Args:
+        primitive: The primitive.
+        fun: Computes its result, or the list of its results.
+        abstract_eval: The abstract values of these.
+        batch: Its batching rule; by default `in_front`.
+        several: Whether it has several results.
+    """
+    primitive.multiple_results = several
+    primitive.def_impl(functools.partial(_run, primitive))
+    primitive.def_abstract_eval(abstract_eval)
+    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=several))
+    batching.primitive_batchers[primitive] = batch or in_front(primitive)
+
+
+def _run(primitive: Any, *arrays: Any, **params: Any) -> Any:
+    """Runs a primitive outside of `jit`, where its platform's own form is compiled too."""
+    with jax.disable_jit(False):  # Otherwise, its own `jit` would call it again.
+        return _compiled(primitive, **params)(*arrays)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(primitive: Any, **params: Any) -> Rule:
+    return jax.jit(functools.partial(primitive.bind, **params))
+
+
+def set_identity(primitive: Any, batch: Rule | None = None, operand: int = 0) -> None:
+    """Makes a primitive return one of its operands; by default, its mapped axis is that of the first."""
+
+    def returned(*operands: Any, **_: Any) -> Any:
+        return operands[operand]
+
+    primitive.def_impl(returned)
+    primitive.def_abstract_eval(returned)
+    mlir.register_lowering(primitive, lambda ctx, *operands, **_: [operands[operand]])
+    batching.primitive_batchers[primitive] = batch or (
+        lambda args, dims, **params: (primitive.bind(*args, **params), dims[0])
+    )
+
+
+def in_front(primitive: Any) -> Rule:
+    """The batching rule of a primitive that reads all operands with their mapped axis in front."""
+
+    def batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+        size = mapped_size(args, dims)
+        operands = (batching.bdim_at_front(x, dim, size) for x, dim in zip(args, dims, strict=True))
+        return primitive.bind(*operands, **params), 0
+
+    return batch
+
+
+def mapped_size(args: Sequence[Any], dims: Sequence[Any]) -> int:
+    """The size of a mapped axis."""
+    return next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
+
+
+def set_derivative(primitive: Any, tangent_of: Rule, which: Sequence[int] | None, transpose: Rule) -> None:
     """Gives a primitive a derivative of its own.
 
     Args:
@@ -24,84 +81,55 @@ def set_derivative(
         which: The indices of the operands on whose tangents this depends; None for all.
         transpose: Its transpose rule.
     """
-
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-        out = primitive.bind(*primals, **params)
-        return out, tangent_of(primals, tangents, out, params)
-
-    def linearization(nonzeros: Sequence[bool], *primals: Any, **params: Any) -> tuple[Any, bool, Any]:
-        out = primitive.bind(*primals, **params)
-        has_tangent = any(nonzeros if which is None else (nonzeros[i] for i in which))
-        return out, has_tangent, lambda *tangents: tangent_of(primals, tangents, out, params)
-
-    ad.primitive_jvps[primitive] = jvp
-    compat.set_linearization(primitive, linearization)
+    set_rules(
+        primitive, tangent_of, lambda nonzeros, *_: any(nonzeros if which is None else (nonzeros[i] for i in which))
+    )
     ad.primitive_transposes[primitive] = transpose
 
 
-def set_no_derivative(primitive: Any, note: Callable[..., None] = lambda out, *operands, **params: None) -> None:
+def set_linear(primitive: Any, transpose: Rule) -> None:
+    """Gives a primitive that is linear in its first operand its derivative: the primitive itself."""
+
+    def tangent_of(primals: Sequence[Any], tangents: Sequence[Any], out: Any, params: dict[str, Any]) -> Any:
+        first = tangents[0]
+        return first if type(first) is ad.Zero else primitive.bind(first, *primals[1:], **params)
+
+    set_derivative(primitive, tangent_of, (0,), transpose)
+
+
+def set_no_derivative(primitive: Any, note: Rule = lambda out, *operands, **params: None) -> None:
     """Gives a primitive the derivative zero, in linear programs too; `note` is called where it is differentiated."""
 
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    def noted(*primals: Any, **params: Any) -> Any:
         out = primitive.bind(*primals, **params)
         note(out, *primals, **params)
-        return out, compat.zero_tangent(out)
+        return out
 
-    def linearization(nonzeros: Sequence[bool], *primals: Any, **params: Any) -> tuple[Any, bool, Any]:
-        out, zero = jvp(primals, (), **params)
-        return out, False, lambda *tangents: zero
-
-    ad.primitive_jvps[primitive] = jvp
-    compat.set_linearization(primitive, linearization)
+    set_rules(primitive, lambda primals, tangents, out, params: compat.zero_tangent(out), lambda *_: False, noted)
     ad.primitive_transposes[primitive] = lambda ct, *xs, **_: [None] * len(xs)
 
 
-def define(
-    primitive: Any, fun: Callable[..., Any], abstract_eval: Callable[..., Any], batch: Callable[..., Any]
-) -> None:
-    """Defines what a primitive with one result computes, and its batching rule."""
-    primitive.def_impl(fun)
-    primitive.def_abstract_eval(abstract_eval)
-    mlir.register_lowering(primitive, mlir.lower_fun(fun, multiple_results=False))
-    batching.primitive_batchers[primitive] = batch
+def set_rules(primitive: Any, tangent_of: Rule, has_tangent: Rule, run: Rule | None = None) -> None:
+    """Gives a primitive its rules for forward mode and for linearization.
 
-
-def set_identity(primitive: Any, batch: Callable[..., Any]) -> None:
-    """Makes a primitive the identity on its first operand."""
-    primitive.def_impl(lambda x, *_, **__: x)
-    primitive.def_abstract_eval(lambda x, *_, **__: x)
-    mlir.register_lowering(primitive, lambda ctx, x, *_, **__: [x])
-    batching.primitive_batchers[primitive] = batch
-
-
-# Primitives with several results, whose formulas JAX differentiates (attention, losses).
-
-
-def define_compiled(primitive: Any, abstract_eval: Callable[..., Any]) -> None:
-    """Defines a primitive with several results that is lowered outside of `jit` too, so that its kernel runs there."""
-    primitive.multiple_results = True
-    primitive.def_impl(lambda *arrays, **params: _compiled(primitive, **params)(*arrays))
-    primitive.def_abstract_eval(abstract_eval)
-
-
-@functools.lru_cache(maxsize=1024)
-def _compiled(primitive: Any, **params: Any) -> Callable[..., Any]:
-    return jax.jit(functools.partial(primitive.bind, **params))
-
-
-def derive_formulas(primitive: Any, whole: Callable[..., Any]) -> None:
-    """Gives a primitive the derivative of its formulas, in forward mode; JAX transposes that one."""
+    Args:
+        primitive: The primitive.
+        tangent_of: `(operands, tangents, result, params) → tangent`, or tangents of several results.
+        has_tangent: `(nonzeros, operands, result) → bool`, or a list, given which tangents are not zero.
+        run: What to call in place of `primitive.bind`.
+    """
+    run = run or primitive.bind
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-        inexact = [i for i, p in enumerate(primals) if compat.is_inexact(jax.typeof(p))]
+        out = run(*primals, **params)
+        return out, tangent_of(primals, tangents, out, params)
 
-        def of_floats(*floats: Any) -> Any:
-            return whole(*filled(primals, inexact, floats), **params)
-
-        _, out = jax.jvp(of_floats, [primals[i] for i in inexact], [ad.instantiate_zeros(tangents[i]) for i in inexact])
-        return primitive.bind(*primals, **params), out
+    def linearization(nonzeros: Sequence[bool], *primals: Any, **params: Any) -> tuple[Any, Any, Rule]:
+        out = run(*primals, **params)
+        return out, has_tangent(nonzeros, primals, out), lambda *tangents: tangent_of(primals, tangents, out, params)
 
     ad.primitive_jvps[primitive] = jvp
+    compat.set_linearization(primitive, linearization)
 
 
 def vary_as(y: Any, arrays: Sequence[Any]) -> Any:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 
 from mpjax.kernels import derivatives
 from mpjax.program import compat
@@ -67,12 +67,6 @@ def _compared(x: Any, at: Any, axis: int, shape: tuple[int, ...] | None = None) 
 element = Primitive("element")
 
 
-def _batch(args: Any, dims: Any, axis: int) -> tuple[Any, int]:
-    (size,) = {x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None}
-    x, at = (batching.bdim_at_front(x, dim, size) for x, dim in zip(args, dims, strict=True))
-    return element.bind(x, at, axis=axis), 0
-
-
 def _transpose(ct: Any, x: Any, at: Any, axis: int) -> list[Any]:
     if isinstance(ct, ad.Zero):
         return [ad.Zero(x.aval), None]
@@ -84,8 +78,5 @@ derivatives.define(
     element,
     lambda x, at, axis: jnp.take_along_axis(x, at, axis, mode="promise_in_bounds"),
     lambda x, at, axis: x.update(shape=at.shape, weak_type=False),
-    _batch,
 )
-derivatives.set_derivative(
-    element, lambda args, tangents, out, params: element.bind(tangents[0], args[1], **params), [0], _transpose
-)
+derivatives.set_linear(element, _transpose)

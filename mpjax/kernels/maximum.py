@@ -10,29 +10,15 @@ rows are `long`. On other platforms this is the identity.
 
 from __future__ import annotations
 
-from typing import Any
-
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
+
+from mpjax.kernels.derivatives import set_identity, set_linear
 
 unfused = Primitive("unfused")
-unfused.def_impl(lambda x, long: x)
-unfused.def_abstract_eval(lambda x, long: x)
-ad.deflinear2(unfused, lambda ct, _, long: [ct])
-batching.primitive_batchers[unfused] = lambda args, dims, long: (unfused.bind(*args, long=long), dims[0])
-
+set_identity(unfused)
+set_linear(unfused, lambda ct, x, long: [ct])
 _apart = mlir.lower_fun(lax.optimization_barrier, multiple_results=False)
-
-
-def _lower(ctx: Any, x: Any, long: bool) -> Any:
-    return [x]
-
-
-def _lower_for_gpu(ctx: Any, x: Any, long: bool) -> Any:
-    return _apart(ctx, x) if long else [x]
-
-
-mlir.register_lowering(unfused, _lower)
 mlir.register_lowering(unfused, lambda ctx, x, long: _apart(ctx, x), platform="tpu")
-mlir.register_lowering(unfused, _lower_for_gpu, platform="cuda")
+mlir.register_lowering(unfused, lambda ctx, x, long: _apart(ctx, x) if long else [x], platform="cuda")

@@ -19,7 +19,6 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import Primitive
-from jax.interpreters import batching
 
 from mpjax.kernels import staging, weight_gradients
 from mpjax.kernels.derivatives import define, set_derivative, set_no_derivative
@@ -161,20 +160,12 @@ def _elements_abstract_eval(x: Any, exponents: Any, *, packing: Packing) -> Any:
     return x.update(dtype=packing.dtype, weak_type=False)
 
 
-def _batch(primitive: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
-    return primitive.bind(*(batching.bdim_at_front(*each, size) for each in zip(args, dims, strict=True)), **params), 0
-
-
 packed_exponents = Primitive("packed_exponents")
 packed_elements = Primitive("packed_elements")
-for each, fun, abstract_eval, static in (
-    (packed_exponents, _exponents, _exponents_abstract_eval, ("block", "packing")),
-    (packed_elements, _elements, _elements_abstract_eval, ("packing",)),
-):
-    define(each, fun, abstract_eval, functools.partial(_batch, each))
-    each.def_impl(jax.jit(fun, static_argnames=static))
-    set_no_derivative(each)
+define(packed_exponents, _exponents, _exponents_abstract_eval)
+define(packed_elements, _elements, _elements_abstract_eval)
+set_no_derivative(packed_exponents)
+set_no_derivative(packed_elements)
 
 
 def _bits(x: Any) -> Any:
@@ -212,9 +203,7 @@ define(
     unstored,
     lambda x: jnp.zeros((*x.shape, 0), np.int8),
     lambda x: x.update(dtype=compat.Empty(x.dtype), weak_type=False),
-    functools.partial(_batch, unstored),
 )
-unstored.def_impl(jax.jit(unstored.bind))
 set_derivative(unstored, lambda primals, tangents, out, params: tangents[0], (0,), lambda ct, x: [ct])
 
 
@@ -222,7 +211,6 @@ define(
     restored,
     lambda empty, *kept: unpack(Packed(*kept), empty.dtype.tangent),
     lambda empty, *kept: empty.update(dtype=empty.dtype.tangent),
-    functools.partial(_batch, restored),
 )
 set_derivative(
     restored,

@@ -405,16 +405,13 @@ def _batched(named: dict[str, Any], dim_of: dict[str, Any], size: int, params: d
 
 
 define(scale_of, _scale_impl, _scale_abstract_eval, _scale_batch)
-scale_of.def_impl(jax.jit(_scale_impl, static_argnames="dtype"))
 set_no_derivative(scale_of)
 
 define(quantise, _quantise_impl, _quantise_abstract_eval, functools.partial(_batch_with_scale, quantise))
-quantise.def_impl(jax.jit(_quantise_impl, static_argnames="dtype"))
 mlir.register_lowering(quantise, _quantise_for_cuda, platform="cuda")
 set_no_derivative(quantise, lambda q, x, scale, dtype: weight_gradients.remember_copy(q, x))
 
 define(rescale, _rescale_impl, lambda out, scale: out, functools.partial(_batch_with_scale, rescale))
-rescale.def_impl(jax.jit(_rescale_impl))
 set_no_derivative(rescale)
 
 set_identity(result, _result_batch)

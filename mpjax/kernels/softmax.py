@@ -30,7 +30,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from mpjax.kernels import weight_gradients
-from mpjax.kernels.derivatives import set_derivative, set_identity
+from mpjax.kernels.derivatives import in_front, set_derivative, set_identity
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -241,18 +241,11 @@ def _in_two_transpose(ct: Any, *operands: Any, half: Any) -> Any:
     return [high, ct - high]
 
 
-def _elementwise_batch(primitive: Any) -> Any:
-    def batch(args: Any, dims: Any, **params: Any) -> Any:
-        return primitive.bind(*(jnp.moveaxis(x, dim, 0) for x, dim in zip(args, dims, strict=True)), **params), 0
-
-    return batch
-
-
 for _each, _transpose in (
     (_rounded_back, lambda ct, x, half: [_rounded(ct, half)]),
     (_in_two, _in_two_transpose),
 ):
-    set_identity(_each, _elementwise_batch(_each))
+    set_identity(_each, in_front(_each))
     set_derivative(
         _each,
         lambda primals, tangents, out, params, _each=_each: _each.bind(*map(ad.instantiate_zeros, tangents), **params),

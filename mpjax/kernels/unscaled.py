@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from mpjax.kernels import staging
-from mpjax.kernels.derivatives import set_derivative, set_identity
+from mpjax.kernels.derivatives import set_identity, set_linear
 from mpjax.program import compat, contexts
 from mpjax.program.source import user_stacklevel
 
@@ -81,5 +81,5 @@ def _transpose(ct: Any, x: Any, *, backward: bool) -> list[Any]:
     return [unscaled.bind(ct, backward=True)]
 
 
-set_identity(unscaled, lambda args, dims, **params: (unscaled.bind(*args, **params), dims[0]))
-set_derivative(unscaled, lambda _, tangents, out, params: unscaled.bind(tangents[0], **params), (0,), _transpose)
+set_identity(unscaled)
+set_linear(unscaled, _transpose)

@@ -40,7 +40,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from mpjax.kernels import staging
-from mpjax.kernels.derivatives import define, set_derivative, set_identity, set_no_derivative
+from mpjax.kernels.derivatives import define, set_derivative, set_identity, set_linear, set_no_derivative
 from mpjax.program import compat
 
 # By name: JAX's transpose rule of a ragged matmul needs a cotangent of another form.
@@ -326,10 +326,6 @@ def _result_transpose(ct: Any, out: Any, *operands: Any, matmul: Any, **params: 
     return [nothing, *_tangent_transpose(ct, *operands, matmul=matmul, **params)]
 
 
-def _tangent_of_aligned(primals: Sequence[Any], tangents: Sequence[Any], out: Any, params: dict[str, Any]) -> Any:
-    return tangents[0] if type(tangents[0]) is ad.Zero else aligned.bind(tangents[0], primals[1])
-
-
 def _aligned_batch(args: Sequence[Any], dims: Sequence[Any]) -> Any:
     (x, like), (dim, like_dim) = args, dims
     if dim is None:
@@ -439,7 +435,7 @@ def _unfold(x: Any, dim: int, size: int) -> Any:
 
 # The first operand is the half copy of a parameter, the second one that parameter. Unlike `lax.stop_gradient`, it has
 # no gradient in a linear program either.
-set_identity(detached, lambda args, dims, **params: (detached.bind(*args, **params), dims[0]))
+set_identity(detached)
 set_no_derivative(detached, _note_copy)
 
 # The first operand is a half copy, the second one the float32 value that receives its derivative. A loop can then read
@@ -449,18 +445,13 @@ set_derivative(straight_through, _tangent_of_master, (1,), _straight_through_tra
 
 # The first operand is mapped by `vmap` if the second one is, over its leading dimension.
 set_identity(aligned, _aligned_batch)
-set_derivative(aligned, _tangent_of_aligned, (0,), lambda ct, x, like: [ct, None])
+set_linear(aligned, lambda ct, x, like: [ct, None])
 
 # The identity on a bias, broadcast, that is added to an activation in float32. Both cotangents are then the same half
 # array, and one kernel of a GPU writes it for the activation and sums it up for the bias. Otherwise it is written in
 # float32, for both.
-set_identity(rounded_cotangent, lambda args, dims, **params: (rounded_cotangent.bind(*args, **params), dims[0]))
-set_derivative(
-    rounded_cotangent,
-    lambda _, tangents, out, params: rounded_cotangent.bind(tangents[0], **params),
-    None,
-    _transpose_rounded,
-)
+set_identity(rounded_cotangent)
+set_linear(rounded_cotangent, _transpose_rounded)
 
 set_identity(result, _result_batch)
 set_derivative(result, _tangent_of_result, (1, 2), _result_transpose)

@@ -772,11 +772,6 @@ def set_linearization(primitive: Any, rule: Callable[..., Any]) -> None:
     ad.primitive_linearizations[primitive] = linearization
 
 
-def needs_devices(primitive: Any) -> None:
-    """Has JAX know a program's devices when it lowers a primitive that calls a library's partitioned kernel."""
-    dispatch.prim_requires_devices_during_lowering.add(primitive)
-
-
 def bilinear_transpose(primitive: Any, ct: Any, operands: Sequence[Any], which: int, params: dict[str, Any]) -> Any:
     """The cotangent of one operand of a matmul or convolution, by JAX's own transpose rule.
 

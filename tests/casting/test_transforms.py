@@ -182,3 +182,15 @@ def test_under_checkify(errors, outside):
         error, found = checked(w, x)
         assert bool(error.get()) == fails
         np.testing.assert_array_equal(found, jax.grad(cast(unchecked))(w, x))
+
+
+def test_own_primitives_run_where_jit_is_disabled():
+    def attend(w, x):
+        q, k, v = (jnp.reshape(x @ w, (1, 4, 2, 4)) for _ in range(3))
+        return jnp.mean(jax.nn.dot_product_attention(q, k, v))
+
+    for fun, options in (attend, {"attention": "fused"}), (model, {"residuals": "int8"}):
+        cast = mpjax.autocast(fun, "mixed_bfloat16", rules=mpjax.Rules(**options))
+        with jax.disable_jit():
+            found = jax.grad(cast)(W, X)
+        close(found, jax.grad(cast)(W, X), 1e-2)
