@@ -34,6 +34,7 @@ from jax.interpreters import ad, mlir
 from mpjax.kernels import weight_gradients
 from mpjax.kernels.block_dot import block_dot
 from mpjax.kernels.derivatives import define, set_derivative
+from mpjax.kernels.weight_gradients import dims_of, in_half_of
 from mpjax.program import compat
 from mpjax.program.formats import E4M3, multiplies_blocks
 
@@ -41,7 +42,7 @@ BLOCK = 32
 _LEAST = np.float32(2.0**-126)  # the least normal float32
 
 matmul = Primitive("mxfp8_matmul")
-vars(matmul)["in_float32"] = lambda a, b, **params: lax.dot_general(a, b, **_dims(params))
+vars(matmul)["in_float32"] = lambda a, b, **params: lax.dot_general(a, b, **dims_of(params))
 
 
 class Operand(NamedTuple):
@@ -80,7 +81,7 @@ def multiply(
         half_gradients: Whether the gradients of float32 parameters are computed from half operands.
         of_tensors: What only scales of whole tensors depend on (`scaled_matmul.matmul`).
     """
-    dims = {"dimension_numbers": params["dimension_numbers"], "out_sharding": params.get("out_sharding")}
+    dims = dims_of(params)
     a, b = (compat.vary_like(q.x, [p.x])[0] for p, q in (operands, operands[::-1]))
     options = {"half": half, "cotangents": cotangents, "half_gradients": half_gradients}
     native = multiplies_blocks(compat.device()) and not compat.has_explicit_axes(a)
@@ -121,10 +122,6 @@ def quantised(x: Any, dtype: np.dtype, axis: int = -1, in_rows: bool = False) ->
     return elements.astype(dtype).reshape(x.shape), scales
 
 
-def _dims(params: dict[str, Any]) -> dict[str, Any]:
-    return {name: params[name] for name in ("dimension_numbers", "out_sharding")}
-
-
 def _impl(
     a: Any, b: Any, *, dtypes: Sequence[np.dtype], result: np.dtype, native: bool, in_rows: bool = False, **params: Any
 ) -> Any:
@@ -138,7 +135,7 @@ def _impl(
     if compat.contracts_rows(params["half"]):
         wide = [x.astype(np.float32) for x in wide]
     accumulated = np.promote_types(result, wide[0].dtype)
-    return lax.dot_general(wide[0], wide[1], **_dims(params), preferred_element_type=accumulated).astype(result)
+    return lax.dot_general(wide[0], wide[1], **dims_of(params), preferred_element_type=accumulated).astype(result)
 
 
 class _Side(NamedTuple):
@@ -198,17 +195,17 @@ class _Side(NamedTuple):
         return lax.transpose(wide.reshape([self.shape[d] for d in self.moved]), np.argsort(self.moved))
 
 
-def _lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-    return mlir.lower_fun(_impl, multiple_results=False)(ctx, *operands, **{**params, "native": False})
+def _elsewhere(*operands: Any, **params: Any) -> Any:
+    return _impl(*operands, **{**params, "native": False})
 
 
 def _lower_for_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
-    in_rows = params["native"] and compat.shards_layout_constraints() and not compat.is_exported(ctx)
+    in_rows = params["native"] and compat.constrains_layouts(ctx)
     return mlir.lower_fun(_impl, multiple_results=False)(ctx, *operands, in_rows=in_rows, **params)
 
 
 def _abstract_eval(a: Any, b: Any, **params: Any) -> Any:
-    of_dot = {**_dims(params), "precision": None, "preferred_element_type": params["result"]}
+    of_dot = {**dims_of(params), "precision": None, "preferred_element_type": params["result"]}
     return compat.abstract_eval_in(lax.dot_general_p, params["half"], (a, b), of_dot)
 
 
@@ -227,7 +224,7 @@ def _transpose(ct: Any, *operands: Any, **params: Any) -> Sequence[Any]:
     which = 0 if ad.is_undefined_primal(operands[0]) else 1
     aval, other = operands[which].aval, operands[1 - which]
     if params["half_gradients"] and aval.dtype == np.float32:
-        gradient = ad.primitive_transposes[weight_gradients.tangent](ct, *operands, **_of_half(params))[which]
+        gradient = ad.primitive_transposes[weight_gradients.tangent](ct, *operands, **in_half_of(params))[which]
     else:
         gradient = _gradient(which, ct, other, aval, params)
     return [gradient if i == which else None for i in (0, 1)]
@@ -235,7 +232,7 @@ def _transpose(ct: Any, *operands: Any, **params: Any) -> Sequence[Any]:
 
 def _gradient(which: int, ct: Any, other: Any, aval: Any, params: dict[str, Any]) -> Any:
     """The cotangent of an operand, as a matmul of the result's cotangent and the other operand."""
-    of_half = {**_dims(params), "precision": None, "preferred_element_type": params["half"]}
+    of_half = {**dims_of(params), "precision": None, "preferred_element_type": params["half"]}
     known = [x if i != which else ad.UndefinedPrimal(aval) for i, x in enumerate((other, other))]
     known[1 - which] = other.astype(params["half"])
     sharding = compat.explicit_cotangent_sharding(lax.dot_general_p, ct.astype(params["half"]), known, which, of_half)
@@ -248,22 +245,14 @@ def _gradient(which: int, ct: Any, other: Any, aval: Any, params: dict[str, Any]
     return compat.with_weak_type(weight_gradients.dot_gradient(which, other, ct, aval, of_half, sharding, dot), aval)
 
 
-def _of_half(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of the same derivative in half (`weight_gradients.tangent`)."""
-    half = np.dtype(np.float32) if compat.contracts_rows(params["half"]) else params["half"]
-    of_dot = {"precision": None, "preferred_element_type": params["half"], "matmul": lax.dot_general_p}
-    return {**_dims(params), **of_dot, "half": half, "wide": True}
-
-
 def _batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     if params["out_sharding"] is not None:  # In half: the sharding is that of one example.
-        return jax.vmap(functools.partial(weight_gradients.tangent.bind, **_of_half(params)), tuple(dims))(*args), 0
+        return jax.vmap(functools.partial(weight_gradients.tangent.bind, **in_half_of(params)), tuple(dims))(*args), 0
     pair, params, dim, _ = weight_gradients.batched_dot(args, dims[0], dims[1], params)
     return matmul.bind(*pair, **params), dim
 
 
-define(matmul, _impl, _abstract_eval, _batch)
-mlir.register_lowering(matmul, _lower)
+define(matmul, _elsewhere, _abstract_eval, _batch)
 mlir.register_lowering(matmul, _lower_for_cuda, platform="cuda")
 compat.lowers_for_devices(matmul)
 set_derivative(matmul, _tangent, (0, 1), _transpose)

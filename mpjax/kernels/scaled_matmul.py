@@ -44,7 +44,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpjax.kernels import block_scaled, weight_gradients
-from mpjax.kernels.derivatives import define, set_derivative, set_identity, set_no_derivative
+from mpjax.kernels.derivatives import define, mapped_size, set_derivative, set_identity, set_no_derivative
+from mpjax.kernels.weight_gradients import dims_of, in_half_of
 from mpjax.program import compat
 from mpjax.program.formats import E4M3, E5M2
 
@@ -118,7 +119,7 @@ def matmul(
         axes: As in `quantised`.
         backward: Whether the matmul is part of a backward pass, which accumulates all bits.
     """
-    dims = {"dimension_numbers": params["dimension_numbers"], "out_sharding": params.get("out_sharding")}
+    dims = dims_of(params)
     (a, qa, sa, _), (b, qb, sb, _) = operands
     qa, qb = (compat.vary_like(q, [p])[0] for p, q in ((qa, qb), (qb, qa)))
     out = _scaled_dot(qa, qb, sa * sb, half, dims, _PRECISE if backward else _FAST)
@@ -144,55 +145,42 @@ def _scale_impl(x: Any, *, dtype: np.dtype) -> Any:
     return jnp.where(amax == 0, np.float32(1), jnp.maximum(scale, np.float32(_LEAST)))
 
 
-def _scale_abstract_eval(x: Any, *, dtype: np.dtype) -> Any:
-    return compat.scalar_of(x, np.dtype(np.float32))
-
-
-def _scale_batch(args: Sequence[Any], dims: Sequence[Any], *, dtype: np.dtype) -> Any:
-    return scale_of.bind(*args, dtype=dtype), None
-
-
 def _quantise_impl(x: Any, scale: Any, *, dtype: np.dtype) -> Any:
     limit = np.float32(compat.finfo(dtype).max)
     return jnp.clip(x.astype(np.float32) / scale, -limit, limit).astype(dtype)
 
 
-def _quantise_in_rows(x: Any, scale: Any, *, dtype: np.dtype) -> Any:
-    """The copy of a parameter, in the layout of the parameter.
+def _quantise_for_cuda(ctx: Any, x: Any, scale: Any, *, dtype: np.dtype) -> Any:
+    """The copy of an array, that of a parameter in the layout of the parameter.
 
     Float8 matmuls of NVIDIA GPUs contract the last dimension of both operands, so the forward and the backward pass
     read transposes of each other. XLA would write one of them, and the other from it in a second kernel. With this
     layout, one kernel writes both.
     """
-    q = _quantise_impl(x, scale, dtype=dtype)
-    return with_layout_constraint(q, Layout(tuple(range(q.ndim))))
+    is_parameter = ctx.avals_in[0].dtype == np.float32 and ctx.avals_in[0].ndim > 1
+    in_rows = is_parameter and compat.constrains_layouts(ctx)
+
+    def quantised(x: Any, scale: Any) -> Any:
+        q = _quantise_impl(x, scale, dtype=dtype)
+        return with_layout_constraint(q, Layout(tuple(range(q.ndim)))) if in_rows else q
+
+    return mlir.lower_fun(quantised, multiple_results=False)(ctx, x, scale)
 
 
-def _quantise_for_cuda(ctx: Any, x: Any, scale: Any, *, dtype: np.dtype) -> Any:
-    aval = ctx.avals_in[0]
-    is_parameter = aval.dtype == np.float32 and aval.ndim > 1
-    in_rows = is_parameter and compat.shards_layout_constraints() and not compat.is_exported(ctx)
-    fun = _quantise_in_rows if in_rows else _quantise_impl
-    return mlir.lower_fun(fun, multiple_results=False)(ctx, x, scale, dtype=dtype)
+def _with_scale(primitive: Any) -> Any:
+    """The batching rule of a primitive with an array and its scale as operands."""
 
+    def batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+        (x, scale), (dim, of_scale) = args, dims
+        if of_scale is None:
+            return primitive.bind(x, scale, **params), dim
+        # A `cond` with a batched predicate batches all results of its branches. Then each example has its own scale.
+        x = batching.bdim_at_front(x, dim, scale.shape[of_scale])
+        scale = jnp.moveaxis(scale, of_scale, 0)
+        scale = scale.reshape(scale.shape[0], *(scale.shape[1:] or (1,) * (x.ndim - 1)))
+        return primitive.bind(x, scale, **params), 0
 
-def _quantise_abstract_eval(x: Any, scale: Any, *, dtype: np.dtype) -> Any:
-    return x.update(dtype=dtype, weak_type=False)
-
-
-def _rescale_impl(out: Any, scale: Any) -> Any:
-    return out * scale.astype(out.dtype)
-
-
-def _batch_with_scale(primitive: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    (x, scale), (dim, of_scale) = args, dims
-    if of_scale is None:
-        return primitive.bind(x, scale, **params), dim
-    # A `cond` with a batched predicate batches all results of its branches. Then each example has its own scale.
-    x = batching.bdim_at_front(x, dim, scale.shape[of_scale])
-    scale = jnp.moveaxis(scale, of_scale, 0)
-    scale = scale.reshape(scale.shape[0], *(scale.shape[1:] or (1,) * (x.ndim - 1)))
-    return primitive.bind(x, scale, **params), 0
+    return batch
 
 
 # The derivative. The operands of `float8_tangent` have names: "d0" and "d1" are the tangents of the two operands, and
@@ -233,17 +221,6 @@ def _tangent_of_result(primals: Sequence[Any], tangents: Sequence[Any], out: Any
     return _tangent_of(_of_result(primals[1:]), {0: tangents[1], 1: tangents[4]}, out, params)
 
 
-def _dims(params: dict[str, Any]) -> dict[str, Any]:
-    return {name: params[name] for name in ("dimension_numbers", "out_sharding")}
-
-
-def _of_half(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of the same derivative in half (`weight_gradients.tangent`)."""
-    half = np.dtype(np.float32) if compat.contracts_rows(params["half"]) else params["half"]
-    matmul = {"matmul": lax.dot_general_p, "half": half, "wide": True}
-    return {**_dims(params), "precision": None, "preferred_element_type": params["half"], **matmul}
-
-
 def _tangent_impl(*operands: Any, names: tuple[str, ...], **params: Any) -> Any:
     named = dict(zip(names, operands, strict=True))
     half, parts = params["half"], []
@@ -252,12 +229,12 @@ def _tangent_impl(*operands: Any, names: tuple[str, ...], **params: Any) -> Any:
             continue
         d, x = named[f"d{i}"], named[f"x{1 - i}"]
         if _in_half(i, params):
-            parts.append(weight_gradients.tangent.bind(*((d, x), (x, d))[i], **_of_half(params)))
+            parts.append(weight_gradients.tangent.bind(*((d, x), (x, d))[i], **in_half_of(params)))
             continue
         _, q, s, _ = quantised(d, E4M3, params["axes"])
         other, scale = _known(named, 1 - i), named[f"s{1 - i}"]
         pair = ((q, other), (other, q))[i]
-        parts.append(_scaled_dot(*pair, s * scale, half, _dims(params), _PRECISE))
+        parts.append(_scaled_dot(*pair, s * scale, half, dims_of(params), _PRECISE))
     return sum(parts[1:], parts[0])
 
 
@@ -274,7 +251,7 @@ def _tangent_abstract_eval(*avals: Any, names: tuple[str, ...], **params: Any) -
     named = dict(zip(names, avals, strict=True))
     i = 0 if "d0" in named else 1
     pair = (named["d0"], named["x1"]) if i == 0 else (named["x0"], named["d1"])
-    of_dot = {**_dims(params), "precision": None, "preferred_element_type": params["half"]}
+    of_dot = {**dims_of(params), "precision": None, "preferred_element_type": params["half"]}
     return compat.abstract_eval_in(lax.dot_general_p, params["half"], pair, of_dot)
 
 
@@ -286,7 +263,7 @@ def _tangent_of_tangent(primals: Sequence[Any], tangents: Sequence[Any], out: An
     for i in (0, 1):  # What the operands contribute, in half.
         if f"d{i}" in known and type(moved[f"x{1 - i}"]) is not ad.Zero:
             pair = known[f"d{i}"], moved[f"x{1 - i}"]
-            parts.append(weight_gradients.tangent.bind(*(pair, pair[::-1])[i], **_of_half(params)))
+            parts.append(weight_gradients.tangent.bind(*(pair, pair[::-1])[i], **in_half_of(params)))
     parts = [part for part in parts if type(part) is not ad.Zero] or parts[:1]
     for part in parts[1:]:
         parts[0] = ad.add_jaxvals(parts[0], part)
@@ -310,7 +287,7 @@ def _gradients(ct: Any, named: dict[str, Any], avals: dict[int, Any], params: di
         if _in_half(i, params):
             known = [ad.UndefinedPrimal(aval), named[f"x{1 - i}"]]
             of_operands = ad.primitive_transposes[weight_gradients.tangent](
-                ct, *(known if i == 0 else known[::-1]), **_of_half(params)
+                ct, *(known if i == 0 else known[::-1]), **in_half_of(params)
             )
             gradients[i] = of_operands[i]
             continue
@@ -325,7 +302,7 @@ def _gradients(ct: Any, named: dict[str, Any], avals: dict[int, Any], params: di
 def _gradient(i: int, ct: Operand, other: Operand, aval: Any, params: dict[str, Any]) -> Any:
     """The cotangent of an operand, as a matmul of the result's cotangent and the other operand."""
     dtype = np.dtype(np.float32) if params["parameters"][i] else params["half"]
-    of_dot = {**_dims(params), "precision": _PRECISE, "preferred_element_type": dtype}
+    of_dot = {**dims_of(params), "precision": _PRECISE, "preferred_element_type": dtype}
     sharding = None
     if aval.sharding.mesh._any_axis_explicit:
         known = [ad.UndefinedPrimal(aval), other.q.astype(params["half"])]
@@ -338,7 +315,7 @@ def _gradient(i: int, ct: Operand, other: Operand, aval: Any, params: dict[str, 
         dims = {"dimension_numbers": numbers, "out_sharding": options["out_sharding"]}
         out = _scaled_dot(pair[0].q, pair[1].q, other.scale * ct.scale, dtype, dims, _PRECISE)
         # Its own derivative is that of the half operands.
-        of_half = {**_of_half({**params, **dims}), "preferred_element_type": dtype}
+        of_half = {**in_half_of({**params, **dims}), "preferred_element_type": dtype}
         return weight_gradients.result.bind(out, *compat.vary_like(out, [x, y]), **of_half)
 
     gradient = weight_gradients.dot_gradient(i, other.x, ct.x, aval, of_dot, sharding, dot)
@@ -361,11 +338,11 @@ def _result_transpose(ct: Any, out: Any, *operands: Any, **params: Any) -> Seque
 def _result_batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     (out, *operands), (out_dim, *in_dims) = args, dims
     named, dim_of = _of_result(operands), _of_result(in_dims)
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    size = mapped_size(args, dims)
     batched = _batched(named, dim_of, size, params) if out_dim is not None else None
     if batched is None:
         pair = (out, named["x0"], named["x1"])
-        in_half = functools.partial(weight_gradients.result.bind, **_of_half(params))
+        in_half = functools.partial(weight_gradients.result.bind, **in_half_of(params))
         return jax.vmap(in_half, (out_dim, dim_of["x0"], dim_of["x1"]))(*pair), 0
     named, numbers, dim = batched
     out = jnp.moveaxis(out, out_dim, dim)
@@ -374,7 +351,7 @@ def _result_batch(args: Sequence[Any], dims: Sequence[Any], **params: Any) -> An
 
 def _tangent_batch(args: Sequence[Any], dims: Sequence[Any], *, names: tuple[str, ...], **params: Any) -> Any:
     named, dim_of = (dict(zip(names, each, strict=True)) for each in (args, dims))
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    size = mapped_size(args, dims)
     batched = _batched(named, dim_of, size, params)
     if batched is not None:
         named, numbers, dim = batched
@@ -383,7 +360,7 @@ def _tangent_batch(args: Sequence[Any], dims: Sequence[Any], *, names: tuple[str
     def in_half(*operands: Any) -> Any:
         named = dict(zip(names, operands, strict=True))
         pairs = [(named[f"d{i}"], named[f"x{1 - i}"])[:: 1 - 2 * i] for i in (0, 1) if f"d{i}" in named]
-        parts = [weight_gradients.tangent.bind(*pair, **_of_half(params)) for pair in pairs]
+        parts = [weight_gradients.tangent.bind(*pair, **in_half_of(params)) for pair in pairs]
         return sum(parts[1:], parts[0])
 
     return jax.vmap(in_half, tuple(dims))(*args), 0
@@ -404,14 +381,24 @@ def _batched(named: dict[str, Any], dim_of: dict[str, Any], size: int, params: d
     return moved, numbers["dimension_numbers"], dim
 
 
-define(scale_of, _scale_impl, _scale_abstract_eval, _scale_batch)
+define(
+    scale_of,
+    _scale_impl,
+    lambda x, dtype: compat.scalar_of(x, np.dtype(np.float32)),
+    lambda args, dims, **params: (scale_of.bind(*args, **params), None),
+)
 set_no_derivative(scale_of)
 
-define(quantise, _quantise_impl, _quantise_abstract_eval, functools.partial(_batch_with_scale, quantise))
+define(
+    quantise,
+    _quantise_impl,
+    lambda x, scale, dtype: x.update(dtype=dtype, weak_type=False),
+    _with_scale(quantise),
+)
 mlir.register_lowering(quantise, _quantise_for_cuda, platform="cuda")
 set_no_derivative(quantise, lambda q, x, scale, dtype: weight_gradients.remember_copy(q, x))
 
-define(rescale, _rescale_impl, lambda out, scale: out, functools.partial(_batch_with_scale, rescale))
+define(rescale, lambda out, scale: out * scale.astype(out.dtype), lambda out, scale: out, _with_scale(rescale))
 set_no_derivative(rescale)
 
 set_identity(result, _result_batch)

@@ -124,6 +124,18 @@ def half_move(primitive: Any, params: dict[str, Any], operands: Sequence[Any], h
     return fun(*operands)
 
 
+def dims_of(params: dict[str, Any]) -> dict[str, Any]:
+    """The dimensions of a `dot_general`, of its own parameters or of those of a matmul in float8."""
+    return {name: params.get(name) for name in ("dimension_numbers", "out_sharding")}
+
+
+def in_half_of(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of `tangent` for the derivative in half of a matmul in float8."""
+    half = np.dtype(np.float32) if compat.contracts_rows(params["half"]) else params["half"]
+    matmul = {"matmul": lax.dot_general_p, "half": half, "wide": True}
+    return {**dims_of(params), "precision": None, "preferred_element_type": params["half"], **matmul}
+
+
 def _apply(a: Any, b: Any, *rest: Any, matmul: Any, half: np.dtype, wide: bool, **params: Any) -> Any:
     return matmul.bind(_cast(a, half), _cast(b, half), *rest, **params)
 

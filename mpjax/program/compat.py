@@ -243,6 +243,11 @@ def is_exported(ctx: Any) -> bool:
     return bool(ctx.module_context.lowering_parameters.for_export)
 
 
+def constrains_layouts(ctx: Any) -> bool:
+    """Whether the lowering of a primitive may constrain a layout."""
+    return shards_layout_constraints() and not is_exported(ctx)
+
+
 def scan_split(params: dict[str, Any]) -> tuple[int, int]:
     """The numbers of loop-invariant and of carried operands of a scan."""
     if "num_consts" in params:
@@ -758,10 +763,7 @@ def set_linearization(primitive: Any, rule: Callable[..., Any]) -> None:
         rule: `rule(nonzeros, *primals, **params)` returns the result, whether it has a tangent, and a function that
             computes this tangent from the operands' tangents (`Zero` where `nonzeros` is False).
     """
-    names = ad.LinearizeTrace.process_primitive.__code__.co_varnames
-    if "linearized" not in names:
-        return  # This JAX linearizes in another way; the JVP rule suffices.
-    has_structured = "structured_res" in names  # since JAX 0.12
+    has_structured = jax.__version_info__ >= (0, 12)
 
     def linearization(_is_vjp: bool, nonzeros: Sequence[bool], *primals: Any, **params: Any) -> Any:
         out, has_tangent, tangent_of = rule(nonzeros, *primals, **params)
@@ -845,8 +847,8 @@ def in_named_axes() -> bool:
 
 def vary_like(out: Any, arrays: Sequence[Any]) -> list[Any]:
     """Marks arrays as varying along the mesh axes that a result varies along, in a `shard_map` that checks this."""
-    kind = getattr(jax.typeof(out), "manual_axis_type", None)
-    return [vary(x, tuple(kind.varying)) for x in arrays] if kind is not None and kind.varying else list(arrays)
+    axes = tuple(varying_axes(out))
+    return [vary(x, axes) for x in arrays] if axes else list(arrays)
 
 
 def axes_of_spec(spec: Any) -> set[str]:
