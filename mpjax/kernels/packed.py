@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 
 from mpjax.kernels import staging, weight_gradients
 from mpjax.kernels.derivatives import define, set_derivative, set_no_derivative
-from mpjax.kernels.rounding import mixed, random_bits, round_stochastically
+from mpjax.kernels.rounding import fraction, mixed, random_bits, round_stochastically
 from mpjax.program import compat
 from mpjax.program.formats import E4M3
 
@@ -145,7 +145,7 @@ def _elements(x: Any, exponents: Any, *, packing: Packing) -> Any:
     if packing.dtype == np.int8:
         # NaN becomes the largest number of a block whose other elements are 0, which unpacks to infinity.
         elements = jnp.where(jnp.isnan(elements), np.float32(127), elements)
-        elements = jnp.round(elements) if bits is None else jnp.floor(elements + _fraction(bits))
+        elements = jnp.round(elements) if bits is None else jnp.floor(elements + fraction(bits))
         elements = jnp.clip(elements, np.float32(-127), np.float32(127))
     else:
         # The largest numbers of half would be rounded up to a power of two that it lacks.
@@ -171,11 +171,6 @@ set_no_derivative(packed_elements)
 def _bits(x: Any) -> Any:
     """Random bits for each element: a hash of its index and its value, so that a resumed run draws the same."""
     return mixed(random_bits(_WORDS, x.shape) ^ lax.bitcast_convert_type(x, np.uint32), _WORDS[::-1])
-
-
-def _fraction(bits: Any) -> Any:
-    """Numbers from 0 to less than 1."""
-    return (bits >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)
 
 
 def unpack(packed: Packed, dtype: Any) -> Any:

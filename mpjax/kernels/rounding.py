@@ -53,6 +53,11 @@ def mixed(x: jax.Array, words: Any) -> jax.Array:
     return x ^ x >> np.uint32(14)
 
 
+def fraction(bits: jax.Array) -> jax.Array:
+    """Random numbers from 0 to less than 1, float32, from random bits."""
+    return (bits >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
+
+
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def round_stochastically(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
     """Rounds up or down at random so that the mean of the result is `x`.
@@ -70,10 +75,10 @@ def round_stochastically(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array
         Array of `dtype`.
     """
     low = bits & np.uint32((1 << _dropped(dtype)) - 1)
-    fraction = (bits >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
+    share = fraction(bits)
 
     def round_subnormal(y: jax.Array) -> jax.Array:
-        return jnp.floor(y) + (fraction < y - jnp.floor(y)).astype(jnp.float32)
+        return jnp.floor(y) + (share < y - jnp.floor(y)).astype(jnp.float32)
 
     return _rounded(x, dtype, lambda _: low, round_subnormal)
 

@@ -15,6 +15,7 @@ from mpjax.loss_scale.restoring import keep_if_finite
 from mpjax.loss_scale.state import check_wiring, contains_state
 from mpjax.loss_scale.trees import same_structure
 from mpjax.policy import path_string
+from mpjax.program.objects import is_of_nnx
 
 State = TypeVar("State")
 Params = TypeVar("Params")
@@ -102,7 +103,6 @@ def apply_gradients(tx: Any, grads: Any, opt_state: Any = None, params: Any = No
 
     Example:
         >>> import jax.numpy as jnp, optax, mpjax
-        >>> import jax.numpy as jnp
         >>> tx = mpjax.dynamic_loss_scale(optax.sgd(0.5))
         >>> params = {"w": jnp.ones(2)}
         >>> params, state = mpjax.apply_gradients(tx, {"w": jnp.ones(2)}, tx.init(params), params)
@@ -120,7 +120,7 @@ def apply_gradients(tx: Any, grads: Any, opt_state: Any = None, params: Any = No
             "apply_gradients(tx, grads, opt_state, params): opt_state or params are missing. Only a Flax TrainState in "
             f"place of tx holds them; got a {type(tx).__name__}."
         )
-    if _is_nnx_optimizer(opt_state):
+    if is_of_nnx(opt_state, "Optimizer"):
         _apply_to_nnx(tx, grads, opt_state, params, extra_args)
         return params, opt_state
     tx = as_transformation(tx)
@@ -177,16 +177,11 @@ def _apply_to_train_state(state: Any, grads: Any, extra_args: dict[str, Any]) ->
     return state.replace(step=state.step + 1, params=params, opt_state=opt_state)
 
 
-def _is_nnx_optimizer(x: Any) -> bool:
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, nnx.Optimizer)
-
-
 def _apply_to_nnx(tx: Any, grads: Any, optimizer: Any, model: Any, extra_args: dict[str, Any]) -> None:
     """`nnx.Optimizer.update`, implemented with `apply_gradients`."""
     from flax import nnx
 
-    tx = optimizer.tx if _is_nnx_optimizer(tx) else tx
+    tx = optimizer.tx if is_of_nnx(tx, "Optimizer") else tx
     params, state = nnx.as_pure(nnx.state(model, optimizer.wrt)), nnx.as_pure(optimizer.opt_state)
     grads = nnx.as_pure(nnx.state(grads, optimizer.wrt)) if isinstance(grads, nnx.State) else grads
     params, state = apply_gradients(tx, grads, state, params, **nnx.as_pure(extra_args))
@@ -237,8 +232,6 @@ def trained(params: Any, grads: Any) -> Any:
 
 def merge(new: Any, params: Any) -> Any:
     """The leaves of `new`, or those of `params` where `new` has None."""
-    if same_structure(new, params):
-        return new
     return jax.tree.map(lambda n, p: p if n is None else n, new, params, is_leaf=lambda x: x is None)
 
 

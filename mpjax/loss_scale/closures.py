@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -57,39 +58,30 @@ _rules_of: dict[str, weakref.WeakKeyDictionary[Any, Any]] = {
 }
 
 
-def _with_scaled_rule(eqn: Any) -> Any:
+def _with_rule(eqn: Any, is_scaled: bool) -> Any:
+    """An equation whose backward rule, if it has one, knows whether its cotangents are scaled."""
     if "bwd" not in eqn.params or TRUE in scopes(eqn):
         return eqn
-    count = len(eqn.outvars)
 
     def run(rule: Callable[..., Any], *args: Any) -> Any:
-        with contexts.scaled_losses(contexts.IN_RULE):
-            _check(rule, args, count, eqn)
+        with contexts.scaled_losses(contexts.IN_RULE if is_scaled else ()):
+            if is_scaled:
+                _check(rule, args, eqn)
             return rule(*args)
 
-    return compat.with_backward_rule(eqn, run)
+    wrapped = compat.with_backward_rule(eqn, run)
+    return wrapped if is_scaled else compat.in_scope(wrapped, TRUE)
 
 
-def _with_true_rule(eqn: Any) -> Any:
-    if "bwd" not in eqn.params:
-        return eqn
-
-    def run(rule: Callable[..., Any], *args: Any) -> Any:
-        with contexts.scaled_losses(()):
-            return rule(*args)
-
-    return compat.in_scope(compat.with_backward_rule(eqn, run), TRUE)
-
-
-def _check(rule: Callable[..., Any], args: Sequence[Any], count: int, eqn: Any) -> None:
-    """Warns if a backward rule is not linear in its cotangents, the last `count` of its arguments."""
+def _check(rule: Callable[..., Any], args: Sequence[Any], eqn: Any) -> None:
+    """Warns if the backward rule of an equation is not linear in its cotangents, the last of its arguments."""
     if not all(isinstance(x, jax.Array) for x in args):
         return
     try:
         program = compat.trace(lambda *args: [x for x in jax.tree.leaves(rule(*args)) if is_differentiable(x)], *args)
     except Exception:  # The rule raises it when JAX calls it.
         return
-    check_scaled_rule(eqn, program, len(args) - count, len(compat.open_jaxpr(program).jaxpr.outvars))
+    check_scaled_rule(eqn, program, len(args) - len(eqn.outvars), len(compat.open_jaxpr(program).jaxpr.outvars))
 
 
 def closed(
@@ -122,7 +114,7 @@ def closed(
 
     try:
         program = compat.open_jaxpr(compat.trace(traced, *arrays))
-        with_rule = _with_scaled_rule if caller == "scale_loss" else _with_true_rule
+        with_rule = functools.partial(_with_rule, is_scaled=caller == "scale_loss")
         program = program._replace(jaxpr=replaced(program.jaxpr, with_rule, _rules_of[caller]))
     except Exception as error:
         _explain(caller, error)

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
+from mpjax.kernels.derivatives import mapped_size, set_identity
 from mpjax.loss_scale.trees import along_leading_axes
 from mpjax.policy import HALF_DTYPES, path_string
 from mpjax.program import compat, contexts
@@ -68,18 +69,9 @@ def unscale_by(grads: T, scale: jax.Array) -> T:
     return jax.tree_util.tree_map_with_path(leaf, grads)
 
 
-def _returning(operand: int, name: str) -> Primitive:
-    """A primitive that returns one of its operands, for derivative rules of its own."""
-    primitive = Primitive(name)
-    primitive.def_impl(lambda *args, **params: args[operand])
-    primitive.def_abstract_eval(lambda *args, **params: args[operand])
-    mlir.register_lowering(primitive, lambda ctx, *args, **params: [args[operand]])
-    return primitive
-
-
 # A primitive, because neither of JAX's custom derivative rules suffices: `custom_vjp` has no forward mode, and a
 # `custom_jvp` can't choose the transpose of its tangent. It is applied only to tangents. Its transpose is a product.
-_scale_transpose_p = _returning(0, "mpjax_scale_transpose")
+_scale_transpose_p = Primitive("mpjax_scale_transpose")
 
 
 def _jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any], *, path: str) -> tuple[Any, Any]:
@@ -104,8 +96,7 @@ def _transpose(ct: Any, t: Any, factor: jax.Array, *, path: str) -> tuple[Any, N
 
 def _batch(args: tuple[Any, Any], dims: tuple[Any, Any], *, path: str) -> tuple[Any, Any]:
     (t, factor), (t_dim, factor_dim) = args, dims
-    size = t.shape[t_dim] if t_dim is not None else factor.shape[factor_dim]
-    return _scale_transpose_p.bind(*_to_front(size, t, t_dim, factor, factor_dim), path=path), 0
+    return _scale_transpose_p.bind(*_to_front(mapped_size(args, dims), t, t_dim, factor, factor_dim), path=path), 0
 
 
 def _to_front(size: int, t: Any, t_dim: Any, factor: Any, factor_dim: Any) -> tuple[Any, Any]:
@@ -119,16 +110,16 @@ def _to_front(size: int, t: Any, t_dim: Any, factor: Any, factor_dim: Any) -> tu
     return t, factor
 
 
+set_identity(_scale_transpose_p, _batch)
 ad.primitive_jvps[_scale_transpose_p] = _jvp
 ad.primitive_transposes[_scale_transpose_p] = _transpose
-batching.primitive_batchers[_scale_transpose_p] = _batch
 
 
 # The tangent of a mark. It depends on another tangent, so that it is not a known zero, and its transpose is zero.
-_mark_p = _returning(1, "mpjax_mark")
+_mark_p = Primitive("mpjax_mark")
+set_identity(_mark_p, lambda args, dims: (_mark_p.bind(*args), dims[1]), operand=1)
 ad.primitive_jvps[_mark_p] = lambda primals, tangents: (_mark_p.bind(*primals), ad.Zero(jax.typeof(primals[1])))
 ad.primitive_transposes[_mark_p] = lambda ct, t, mark: [ad.Zero(t.aval), None]
-batching.primitive_batchers[_mark_p] = lambda args, dims: (_mark_p.bind(*args), dims[1])
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -202,7 +193,7 @@ def _cross_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 cross.defjvp(_cross_jvp, symbolic_zeros=True)
 
 # `cross` of one tangent, which has a transpose: what enters in the forward direction leaves in the backward direction.
-_cross_p = _returning(0, "mpjax_cross")
+_cross_p = Primitive("mpjax_cross")
 
 
 def _cross_tangent_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
@@ -218,15 +209,15 @@ def _cross_transpose(ct: Any, t: Any, factor: Any, inverse: Any, mark: Any) -> l
 
 
 def _cross_batch(args: Any, dims: Any) -> tuple[Any, Any]:
-    (t, factor, inverse, mark), size = args, next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    (t, factor, inverse, mark), size = args, mapped_size(args, dims)
     t, factor = _to_front(size, t, dims[0], factor, dims[1])
     _, inverse = _to_front(size, t, 0, inverse, dims[2])
     return _cross_p.bind(t, factor, inverse, mark), 0
 
 
+set_identity(_cross_p, _cross_batch)
 ad.primitive_jvps[_cross_p] = _cross_tangent_jvp
 ad.primitive_transposes[_cross_p] = _cross_transpose
-batching.primitive_batchers[_cross_p] = _cross_batch
 
 
 def crossed(arrays: Sequence[Any], factor: jax.Array, inverse: jax.Array, mark: Any) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 from mpjax.loss_scale.state import find_loss_scale_state
 from mpjax.loss_scale.trees import along_leading_axes
 from mpjax.policy import path_string
+from mpjax.program.objects import is_of_nnx
 
 T = TypeVar("T")
 
@@ -78,12 +78,13 @@ def restore_if_skipped(module: Any, optimizer: Any, *filters: Any) -> Iterator[N
         >>> float(model.mean[0])
         0.0
     """
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None or not isinstance(optimizer, nnx.Optimizer):
+    if not is_of_nnx(optimizer, "Optimizer"):
         raise TypeError(
             f"restore_if_skipped: expected an nnx.Optimizer, got {type(optimizer).__name__}. With a plain optax state "
             "use mpjax.keep_if_finite(opt_state, new, old) after the update."
         )
+    from flax import nnx
+
     before = find_loss_scale_state(optimizer).skipped_steps
     wanted = filters or (nnx.Not(optimizer.wrt),)
     variables = jax.tree.leaves(nnx.state(module, nnx.Any(*wanted)), is_leaf=lambda x: isinstance(x, nnx.Variable))
@@ -116,13 +117,11 @@ def _select(finite: jax.Array, new: Any, old: Any, *, path: str) -> jax.Array:
 
 def _refuse_same_variables(new: Any, old: Any) -> None:
     """Raises if both trees hold the same mutable variable, whose old value is lost."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return
+    is_variable = functools.partial(is_of_nnx, names="Variable")
 
     def variables(tree: Any) -> dict[int, str]:
-        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        return {id(leaf): path_string(path) for path, leaf in leaves if isinstance(leaf, nnx.Variable)}
+        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)
+        return {id(leaf): path_string(path) for path, leaf in leaves if is_variable(leaf)}
 
     olds = variables(old)
     for identity, path in variables(new).items():

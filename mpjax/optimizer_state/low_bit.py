@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from mpjax.kernels.rounding import random_bits, round_stochastically
+from mpjax.kernels.rounding import fraction, random_bits, round_stochastically
 from mpjax.loss_scale.applying import Transformation, apply_gradients, as_transformation
 from mpjax.optimizer_state.masters import MasterWeightsState
 from mpjax.optimizer_state.rounding import KahanState, key_from, next_words
@@ -239,7 +239,7 @@ def block_scales(x: jax.Array, block_size: int) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def encode_with(scales: jax.Array, x: jax.Array, dtype: Any, bits: jax.Array) -> Blockwise:
     """`encode` with given `block_scales` of `x`, so that `x` is not read again to compute them."""
-    form = _form(dtype)
+    form = _FORMS[np.dtype(dtype)]
     layout = scales.ndim - 1, scales.shape[-1]
     rows, draws = _rows(x, *layout), _rows(bits, *layout)
     largest, positive = jnp.abs(scales)[..., None], (scales < 0)[..., None]
@@ -250,8 +250,7 @@ def encode_with(scales: jax.Array, x: jax.Array, dtype: Any, bits: jax.Array) ->
     share = jnp.where(largest > _TINY, jnp.abs(rows) * unit * inverse, np.float32(0))
     lower, upper = form.neighbours(share, positive)
     low_value, high_value = form.share(lower, positive), form.share(upper, positive)
-    draw = (draws >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
-    units = jnp.where(draw * (high_value - low_value) < share - low_value, upper, lower)
+    units = jnp.where(fraction(draws) * (high_value - low_value) < share - low_value, upper, lower)
     codes = form.store(jnp.where(rows < 0, -units, units), positive)
     return Blockwise(_unblocked(codes, x.shape), scales)
 
@@ -276,7 +275,7 @@ def _devices(x: jax.Array, axes: Any) -> int:
 
 def _decoded(stored: Blockwise) -> jax.Array:
     shape = stored.codes.shape
-    form = _form(stored.codes.dtype)
+    form = _FORMS[np.dtype(stored.codes.dtype)]
     scales = stored.scales[..., None]
     rows = _rows(stored.codes, stored.scales.ndim - 1, stored.scales.shape[-1])
     positive = scales < 0
@@ -327,10 +326,6 @@ class _Float8:
 
 
 _FORMS: dict[np.dtype, _Int8 | _Float8] = {np.dtype(np.int8): _Int8(), FLOAT8: _Float8()}
-
-
-def _form(dtype: Any) -> _Int8 | _Float8:
-    return _FORMS[np.dtype(dtype)]
 
 
 def _layout(shape: tuple[int, ...], block_size: int) -> tuple[int, int]:

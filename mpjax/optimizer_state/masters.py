@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from mpjax.kernels.rounding import round_to_nearest
 from mpjax.loss_scale import applying
 from mpjax.loss_scale.applying import apply_gradients, as_transformation
-from mpjax.optimizer_state.rounding import round_to_nearest
-from mpjax.policy import HALF_DTYPES, get_policy, is_half
+from mpjax.loss_scale.trees import widened
+from mpjax.optimizer_state.rounding import required
+from mpjax.policy import HALF_DTYPES, get_policy, is_half, path_string
 
 
 class MasterWeightsState(NamedTuple):
@@ -82,14 +84,13 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
         params = applying.without_overwritten(applying.trainable(params))
         has_master = jax.tree.map(lambda p, half: is_half(p) or half, params, policy.stores_in_half(params))
         master = jax.tree.map(lambda p, has: p.astype(jnp.float32) if has else optax.MaskedNode(), params, has_master)
-        return MasterWeightsState(master, inner.init(_widen(params)))
+        return MasterWeightsState(master, inner.init(widened(params)))
 
     def advance(grads: Any, state: MasterWeightsState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         """The updates of the params that are not half, and a state with the new masters."""
-        if params is None:
-            raise ValueError("master_weights: update needs the params: tx.update(grads, state, params).")
+        params = required(params, "master_weights")
         full = _adopted(_full(state.master, params), params)
-        updates, inner_state = inner.update(_widen(grads), state.inner_state, full, **extra)
+        updates, inner_state = inner.update(widened(grads), state.inner_state, full, **extra)
         target = optax.apply_updates(full, updates)
         others = jax.tree.map(lambda p, u: optax.MaskedNode() if is_half(p) else u, params, updates)
         return others, MasterWeightsState(_masters(state.master, target), inner_state)
@@ -107,15 +108,11 @@ def master_weights(inner: optax.GradientTransformation, policy: Any = "O2") -> o
 
     def apply(grads: Any, state: MasterWeightsState, params: Any, **extra: Any) -> tuple[Any, Any]:
         full = _adopted(_full(state.master, params), params)
-        target, inner_state = apply_gradients(inner, _widen(grads), state.inner_state, full, **extra)
+        target, inner_state = apply_gradients(inner, widened(grads), state.inner_state, full, **extra)
         rounded = jax.tree.map(lambda p, t: t.astype(p.dtype), params, target)
         return rounded, MasterWeightsState(_masters(state.master, target), inner_state)
 
     return applying.Transformation.make(init, update, apply, decides=False, parts=(advance, finish))
-
-
-def _widen(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_half(x) else x, tree)
 
 
 def _adopted(full: Any, params: Any) -> Any:
@@ -163,11 +160,10 @@ def _full(master: Any, params: Any) -> Any:
 
     def leaf(path: Any, p: Any, m: Any) -> Any:
         if _is_missing(m) and is_half(p):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ValueError(
-                f"master_weights: the param {name} is {p.dtype}, but the state holds no master copy of it. Give "
-                "tx.update the params that policy.cast_to_param returns, for the policy given to master_weights, and "
-                "tx.init those or the float32 ones, which it keeps as masters."
+                f"master_weights: the param {path_string(path)} is {p.dtype}, but the state holds no master copy of "
+                "it. Give tx.update the params that policy.cast_to_param returns, for the policy given to "
+                "master_weights, and tx.init those or the float32 ones, which it keeps as masters."
             )
         return m if is_half(p) else p
 

@@ -14,6 +14,7 @@ import optax
 
 from mpjax.kernels.rounding import random_bits, round_stochastically, round_to_nearest
 from mpjax.loss_scale.applying import Transformation, apply_gradients, as_transformation
+from mpjax.loss_scale.trees import widened
 from mpjax.policy import is_half, path_string
 
 
@@ -99,7 +100,7 @@ def stochastic_rounding(
     inner = as_transformation(inner)
 
     def init(params: Any) -> StochasticRoundingState:
-        return StochasticRoundingState(key_from(seed), inner.init(_widen(params)))
+        return StochasticRoundingState(key_from(seed), inner.init(widened(params)))
 
     def rounder(state: StochasticRoundingState, params: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
         key, words = next_words(state.key, len(jax.tree.leaves(params)))
@@ -112,14 +113,14 @@ def stochastic_rounding(
         return key, lambda params, targets: jax.tree.map(rounded, params, targets)
 
     def update(grads: Any, state: StochasticRoundingState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        wide = _widen(_required(params, "stochastic_rounding"))
-        updates, inner_state = inner.update(_widen(grads), state.inner_state, wide, **extra)
+        wide = widened(required(params, "stochastic_rounding"))
+        updates, inner_state = inner.update(widened(grads), state.inner_state, wide, **extra)
         key, rounded = rounder(state, params)
         targets = rounded(params, optax.apply_updates(wide, updates))
         return jax.tree.map(_delta, params, targets, updates), StochasticRoundingState(key, inner_state)
 
     def apply(grads: Any, state: StochasticRoundingState, params: Any, **extra: Any) -> tuple[Any, Any]:
-        targets, inner_state = apply_gradients(inner, _widen(grads), state.inner_state, _widen(params), **extra)
+        targets, inner_state = apply_gradients(inner, widened(grads), state.inner_state, widened(params), **extra)
         key, rounded = rounder(state, params)
         return rounded(params, targets), StochasticRoundingState(key, inner_state)
 
@@ -168,35 +169,32 @@ def kahan(inner: optax.GradientTransformation) -> optax.GradientTransformationEx
 
     def init(params: Any) -> KahanState:
         compensation = jax.tree.map(lambda p: jnp.zeros_like(p) if is_half(p) else optax.MaskedNode(), params)
-        return KahanState(compensation, inner.init(_widen(params)))
+        return KahanState(compensation, inner.init(widened(params)))
 
     def update(grads: Any, state: KahanState, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        full = _compensated(_required(params, "kahan"), state.compensation)
-        updates, inner_state = inner.update(_widen(grads), state.inner_state, full, **extra)
+        full = _compensated(required(params, "kahan"), state.compensation)
+        updates, inner_state = inner.update(widened(grads), state.inner_state, full, **extra)
         targets = optax.apply_updates(full, updates)
         deltas = jax.tree.map(lambda p, t, u: _delta(p, _nearest(p, t), u), params, targets, updates)
         # The new params. A param that shrinks by more than 2¹² in one step may miss its target by float32's rounding of
         # the step. That error can exceed half its spacing, and is then dropped by the next step.
-        reached = jax.tree.map(lambda p, d: _nearest(p, _widen(p) + d), params, deltas)
+        reached = jax.tree.map(lambda p, d: _nearest(p, widened(p) + d), params, deltas)
         return deltas, KahanState(_compensation(params, targets, reached), inner_state)
 
     def apply(grads: Any, state: KahanState, params: Any, **extra: Any) -> tuple[Any, Any]:
         full = _compensated(params, state.compensation)
-        targets, inner_state = apply_gradients(inner, _widen(grads), state.inner_state, full, **extra)
+        targets, inner_state = apply_gradients(inner, widened(grads), state.inner_state, full, **extra)
         reached = jax.tree.map(_nearest, params, targets)
         return reached, KahanState(_compensation(params, targets, reached), inner_state)
 
     return Transformation.make(init, update, apply, decides=False)
 
 
-def _required(params: Any, name: str) -> Any:
+def required(params: Any, name: str) -> Any:
+    """The params, which the update of a transformation needs."""
     if params is None:
         raise ValueError(f"{name}: update needs the params: tx.update(grads, state, params).")
     return params
-
-
-def _widen(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_half(x) else x, tree)
 
 
 def _delta(p: jax.Array, target: jax.Array, update: jax.Array) -> jax.Array:

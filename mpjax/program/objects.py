@@ -16,10 +16,15 @@ from typing import Any
 import jax
 
 
+def is_of_nnx(x: Any, names: str) -> bool:
+    """Whether `x` is an instance of one of these classes of NNX; no object is before NNX is imported."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, tuple(getattr(nnx, name) for name in names.split()))
+
+
 def is_nnx_object(x: Any) -> bool:
     """Whether `x` is an NNX module (or other NNX graph object)."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, nnx.Pytree)
+    return is_of_nnx(x, "Pytree")
 
 
 def contains_nnx_object(tree: Any) -> bool:
@@ -29,8 +34,7 @@ def contains_nnx_object(tree: Any) -> bool:
 
 def is_stateful(x: Any) -> bool:
     """Whether `x` is an NNX object or Variable, whose state a function may change."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, (nnx.Pytree, nnx.Variable))
+    return is_of_nnx(x, "Pytree Variable")
 
 
 def contains_state(tree: Any) -> bool:
@@ -149,8 +153,7 @@ _NEW = (None,)  # in place of a path
 
 def is_leaf(x: Any) -> bool:
     """Whether to flatten an argument no further. A State is a leaf, although it contains Variables."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State))
+    return is_of_nnx(x, "Pytree Variable State")
 
 
 def _arrays(state: Any) -> dict[Any, list[Any]]:
