@@ -18,9 +18,11 @@ import jax.numpy as jnp
 import mpjax
 from mpjax.casting.autocast import plan_program, run_program
 from mpjax.kernels import staging
-from mpjax.launcher.retrying import all_finite, behind, is_inexact, strong
+from mpjax.launcher.retrying import all_finite, behind
 from mpjax.launcher.session import Scale, Session, differentiating
+from mpjax.loss_scale.cotangents import is_differentiable
 from mpjax.program import compat
+from mpjax.program.evaluator import strong
 from mpjax.program.graph import Site, walk
 from mpjax.program.linearity import nonlinear_rule
 from mpjax.program.tracing import is_array, trace
@@ -85,7 +87,7 @@ class CastCall:
         outs = list(outs)
         places = [i for i, x in enumerate(outs) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
         halves = [outs[i] for i in places]
-        if not self._reruns or not any(map(is_inexact, halves)):
+        if not self._reruns or not any(map(is_differentiable, halves)):
             return outs, jnp.zeros((), jnp.bool_)
         axes = tuple({axis for x in halves for axis in compat.varying_axes(x)})
 
@@ -95,9 +97,8 @@ class CastCall:
 
         finite = all_finite(halves)
         kept = [compat.vary(strong(x), axes) for x in halves]
-        run = _in_a_loop if jax.extend.core.unsafe_am_i_under_a_vmap_DO_NOT_USE() else _in_a_branch
         with jax.named_scope(SCOPE):
-            values = run(finite, rerun, self._program.arrays, kept)
+            values = _unless(finite, rerun, self._program.arrays, kept)
         for i, value in zip(places, values, strict=True):
             outs[i] = compat.with_weak_type(value, jax.typeof(outs[i]))
         return outs, ~finite
@@ -108,12 +109,13 @@ class CastCall:
         return str(mpjax.explain(run, self._program.arrays))
 
 
-def _in_a_branch(finite: Any, rerun: Callable[..., Any], arrays: Sequence[Any], kept: list[Any]) -> list[Any]:
-    return jax.lax.cond(finite, lambda: kept, lambda: rerun(arrays))
+def _unless(finite: Any, rerun: Callable[..., Any], arrays: Sequence[Any], kept: list[Any]) -> list[Any]:
+    """The results to keep if they are finite, else those of `rerun(arrays)`.
 
-
-def _in_a_loop(finite: Any, rerun: Callable[..., Any], arrays: Sequence[Any], kept: list[Any]) -> list[Any]:
-    """Reruns in a loop of at most one iteration: `vmap` turns a branch into a `select`, which runs both sides."""
+    Under `vmap`, which turns a branch into a `select` that runs both sides, it is a loop of at most one iteration.
+    """
+    if not jax.extend.core.unsafe_am_i_under_a_vmap_DO_NOT_USE():
+        return jax.lax.cond(finite, lambda: kept, lambda: rerun(arrays))
 
     def body(carry: Any) -> Any:
         return jnp.ones((), jnp.bool_), rerun(behind(carry[0].astype(jnp.float32), arrays))

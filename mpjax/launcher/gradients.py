@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from mpjax.launcher import retrying
 from mpjax.launcher.casts import CastCall
-from mpjax.launcher.retrying import INNER_SCALE, Attempt, LastAttempt, all_finite, is_inexact, until_finite
+from mpjax.launcher.retrying import INNER_SCALE, Attempt, LastAttempt, all_finite, until_finite
 from mpjax.launcher.session import NOT_LINEAR, SCALE, Gradient, Session, differentiating, enclosing_scale, frame
-from mpjax.loss_scale.cotangents import multiply, unscale_by
+from mpjax.loss_scale.cotangents import is_differentiable, multiply, unscale_by
 from mpjax.program import compat
 from mpjax.program.fates import mark_gradient
 
@@ -161,13 +161,13 @@ def gradients_of(
 
 
 def _times(x: Any, factor: Any) -> Any:
-    return multiply(x, factor) if is_inexact(x) else x
+    return multiply(x, factor) if is_differentiable(x) else x
 
 
 def _divided(grads: Any, scale: Any) -> Any:
     """Gradients divided by the scale, of the dtypes and weak types that the script expects."""
 
     def like(true: Any, g: Any) -> Any:
-        return compat.with_weak_type(true.astype(g.dtype), jax.typeof(g)) if is_inexact(g) else g
+        return compat.with_weak_type(true.astype(g.dtype), jax.typeof(g)) if is_differentiable(g) else g
 
     return jax.tree.map(like, unscale_by(grads, scale), grads)

@@ -233,10 +233,10 @@ def _checked_rules(original: Any) -> Any:
 
 def _compilation(session: Session, original: Any) -> Any:
     def jit(fun: Any = None, /, **options: Any) -> Any:
-        if not session.callers.script_line():
-            return original(**options) if fun is None else original(fun, **options)
         if fun is None:
-            return lambda fun: programs.Compiled(session, original, fun, options)
+            return functools.partial(jit, **options)
+        if not session.callers.script_line():
+            return original(fun, **options)
         return programs.Compiled(session, original, fun, options)
 
     return jit
@@ -310,7 +310,8 @@ def _taken(session: Session, grads: Any, take: Callable[[Any], Any], skip: Calla
         if present is not None:
             present.unguarded, grads = session.scales, mark_update(grads)
         return decided(grads)
-    from mpjax.launcher.retrying import all_finite, strong
+    from mpjax.launcher.retrying import all_finite
+    from mpjax.program.evaluator import strong
 
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(grads)):
         return decided(grads) if all_finite(grads) else skip(jax.eval_shape(decided, grads))

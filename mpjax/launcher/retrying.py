@@ -12,6 +12,7 @@ import numpy as np
 
 from mpjax.kernels import staging
 from mpjax.launcher.session import CALLS, GOOD, SCALE, Frame
+from mpjax.loss_scale.cotangents import is_differentiable
 from mpjax.loss_scale.replicas import all_finite as all_finite_on
 from mpjax.loss_scale.transformation import next_scale
 from mpjax.program import compat
@@ -139,7 +140,8 @@ def _repeated(attempt: Callable[..., list[Any]], shapes: Sequence[Any], start: A
             return scale, retries + 1, finite, go_on & (scale > _MIN_SCALE), tuple(outs)
 
         false, true = jnp.zeros((), jnp.bool_), jnp.ones((), jnp.bool_)
-        first = (start, jnp.full((), -1, jnp.int32), false, true, tuple(map(_zeros, shapes)))
+        zeros = [compat.vary(jnp.zeros(x.shape, x.dtype), tuple(compat.varying_axes_of(x))) for x in shapes]
+        first = (start, jnp.full((), -1, jnp.int32), false, true, tuple(zeros))
         scale, retries, finite, _, outs = jax.lax.while_loop(lambda carry: carry[3], body, first)
         return scale, retries, finite, outs
 
@@ -161,7 +163,7 @@ def behind(scale: Any, arrays: Sequence[Any]) -> list[Any]:
     """Makes arrays depend on the scale, so that XLA cannot move their uses before it is known."""
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):
-        if is_inexact(x):
+        if is_differentiable(x):
             # One barrier per set of mesh axes: a barrier may spread the axes of one operand to all.
             groups.setdefault(tuple(sorted(map(str, compat.varying_axes(x)))), []).append(i)
     held = list(arrays)
@@ -170,18 +172,3 @@ def behind(scale: Any, arrays: Sequence[Any]) -> list[Any]:
         for i, x in zip(places, jax.lax.optimization_barrier((like, [arrays[i] for i in places]))[1], strict=True):
             held[i] = x
     return held
-
-
-def is_inexact(x: Any) -> bool:
-    """Whether a value is an array of a real or complex dtype."""
-    return hasattr(x, "dtype") and bool(jnp.issubdtype(x.dtype, jnp.inexact))
-
-
-def strong(tree: Any) -> Any:
-    """Removes weak types, on which both branches of a `cond` must agree."""
-    return jax.tree.map(lambda x: jax.lax.convert_element_type(x, jnp.result_type(x)), tree)
-
-
-def _zeros(aval: Any) -> Any:
-    """Zeros of an array type, varying along the same mesh axes."""
-    return compat.vary(jnp.zeros(aval.shape, aval.dtype), tuple(aval.manual_axis_type.varying))

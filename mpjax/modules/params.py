@@ -87,9 +87,7 @@ def _keep_inputs(jaxpr: Any, count: int) -> None:
     for eqn in jaxpr.eqns:
         if any(v in read for v in eqn.invars if isinstance(v, compat.Var)):
             read.update(eqn.outvars)
-        elif MARK not in scopes(eqn) and _multiplies(eqn):
+        elif MARK not in scopes(eqn) and (
+            eqn.primitive.name in MATMULS or any(site.flops for sub in sub_jaxprs(eqn) for site in walk(sub.jaxpr))
+        ):
             compat.add_scope(eqn, MARK + Region.FLOAT)
-
-
-def _multiplies(eqn: Any) -> bool:
-    return eqn.primitive.name in MATMULS or any(site.flops for sub in sub_jaxprs(eqn) for site in walk(sub.jaxpr))

@@ -190,8 +190,7 @@ class _Planner:
         key = frozenset(changes)
         if key not in self._known:
             if not self.quiet:
-                name = ", ".join(change.name for change in changes) or "as it is"
-                print(f"plan: compiling {len(self._known) + 1}: {name}", file=sys.stderr, flush=True)
+                print(f"plan: compiling {len(self._known) + 1}: {_name(changes)}", file=sys.stderr, flush=True)
             self._known[key] = self.step.compile(changes)
         return self._known[key]
 
@@ -239,8 +238,7 @@ class _Planner:
         def peak_with(changes: Combination) -> Callable[[int], int]:
             def peak(size: int) -> int:
                 if not self.quiet:
-                    name = ", ".join(change.name for change in changes) or "as it is"
-                    print(f"plan: compiling a batch of {size}: {name}", file=sys.stderr, flush=True)
+                    print(f"plan: compiling a batch of {size}: {_name(changes)}", file=sys.stderr, flush=True)
                 return self.step.with_batch(axis, args, size).compile(changes).peak
 
             return peak
@@ -261,8 +259,7 @@ class _Planner:
         every = [(), *self._rows()]
         for changes in [*every, *([] if chosen in every else [chosen])]:
             found = self._compiled(changes)
-            name = " + ".join(change.name for change in changes) or "as it is"
-            figures = (found.peak, found.moved, found.least, found.modelled)
+            name, figures = _name(changes, " + "), (found.peak, found.moved, found.least, found.modelled)
             yield Tried(name, *figures, self._is_idle(changes), errors.get(changes), batches.get(changes))
 
     def report(self, budget: int | None, chosen: Combination, rows: Iterable[Tried], batch: int | None) -> PlanReport:
@@ -327,6 +324,10 @@ class _Planner:
                 "JAX takes three quarters of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says more: "
                 "plan with that share"
             )
+
+
+def _name(changes: Combination, between: str = ", ") -> str:
+    return between.join(change.name for change in changes) or "as it is"
 
 
 def _shards(x: Any, axis: int) -> int:

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from mpjax.planning.step import Change
+from mpjax.planning.step import Change, Compiled
 
 # Combinations that are compiled after the single changes, before the search takes another way.
 _TRIES = 3
 # Further combinations that are compiled to lower the peak, for each change.
 _STEPS = 2
-
-
-class Measured(Protocol):
-    """What is known of a compiled combination: bytes at the peak, and work."""
-
-    peak: int
-    program: str
-
-    @property
-    def work(self) -> float: ...
 
 
 Combination = tuple[Change, ...]
@@ -39,7 +29,7 @@ class Found(NamedTuple):
     fits: bool
 
 
-def cheapest(options: Sequence[Change], measure: Callable[[Combination], Measured], budget: float) -> Found:
+def cheapest(options: Sequence[Change], measure: Callable[[Combination], Compiled], budget: float) -> Found:
     """Finds the changes of the least price with which the peak is within the budget.
 
         price = work of the step, relative, + the prices of the changes
@@ -61,7 +51,7 @@ def cheapest(options: Sequence[Change], measure: Callable[[Combination], Measure
         return Found((), True)
     alone = {change: measure((change,)) for change in options}
     alone = {change: found for change, found in alone.items() if found.program != base.program}
-    tried: dict[frozenset[Change], Measured] = {frozenset(): base}
+    tried: dict[frozenset[Change], Compiled] = {frozenset(): base}
     tried |= {frozenset({change}): found for change, found in alone.items()}
 
     def predicted(combination: Combination) -> tuple[float, float]:
@@ -129,7 +119,7 @@ def _in_order(changes: Iterable[Change], options: Sequence[Change]) -> Combinati
     return tuple(change for change in options if change in {*changes})
 
 
-def _least(alone: dict[Change, Measured], base: Measured) -> Combination:
+def _least(alone: dict[Change, Compiled], base: Compiled) -> Combination:
     """The change of each axis with the least peak, if it does not raise it."""
     by_axis = itertools.groupby(alone, key=lambda change: change.axis)
     best = [min(changes, key=lambda change: alone[change].peak) for _, changes in by_axis]

@@ -78,19 +78,19 @@ def summary(text: str, device: Device, launch: float = LAUNCH) -> dict[str, Any]
     launched = kernels(program, program.entry)
     instructions = hlo.instructions(program)
     matmuls = [found for found in (instructions[k.name] for k in launched) if found.kind in hlo.ON_TENSOR_CORES]
+
+    def least(kernel: Kernel) -> float:
+        return max(kernel.bytes / device.bandwidth, kernel.flops / peak(instructions[kernel.name], device)) + launch
+
     return {
         "kernels": sum(kernel.times for kernel in launched),
         "bytes_moved": bytes_of(launched),
-        "least_seconds": sum(k.times * _least_seconds(k, instructions[k.name], device, launch) for k in launched),
+        "least_seconds": sum(kernel.times * least(kernel) for kernel in launched),
         "compiled_matmuls": len(matmuls),
         "half_matmuls": sum(bool(found.dtypes) and found.dtypes <= HALF for found in matmuls),
         "float8_matmuls": len(FLOAT8_CALLS.findall(text)),
         "float32_matmuls": sum("f32" in found.dtypes for found in matmuls),
     }
-
-
-def _least_seconds(kernel: Kernel, instruction: hlo.Instruction, device: Device, launch: float) -> float:
-    return max(kernel.bytes / device.bandwidth, kernel.flops / peak(instruction, device)) + launch
 
 
 def peak(instruction: hlo.Instruction, device: Device) -> float:

@@ -92,8 +92,8 @@ def with_master_weights(traced: Traced, half: Any) -> Traced:
             outs[traced.carried[i]] = master.astype(half)
         return [*outs, *new]
 
-    shapes = [_shape(x, half if i in full else x.dtype) for i, x in enumerate(program.arrays)]
-    stored = trace(step, (shapes, [_shape(program.arrays[i], np.float32) for i in full]), {}, None)
+    shapes = [x.update(dtype=half) if i in full else x for i, x in enumerate(program.arrays)]
+    stored = trace(step, (shapes, [program.arrays[i] for i in full]), {}, None)
     stored.names = [*program.names, *[""] * len(full)]
     outs = len(compat.open_jaxpr(program.jaxpr).jaxpr.outvars)
     return dataclasses.replace(
@@ -103,10 +103,6 @@ def with_master_weights(traced: Traced, half: Any) -> Traced:
         carried=traced.carried | {count + n: outs + n for n in range(len(full))},
         donated=(*traced.donated, *(count + n for n, i in enumerate(full) if i in traced.donated)),
     )
-
-
-def _shape(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=getattr(x, "sharding", None))
 
 
 def _run(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:

@@ -94,6 +94,11 @@ def _select(mask: Any, new: Any, old: Any) -> Any:
     return lax.select(lax.broadcast_in_dim(mask, new.shape, tuple(range(mask.ndim))), new, old)
 
 
+def strong(tree: Any) -> Any:
+    """A tree without weak types, on which branches must agree, and which a carry must keep."""
+    return jax.tree.map(lambda x: lax.convert_element_type(x, jax.numpy.result_type(x)), tree)
+
+
 def shard_map(eqn: Any, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
     """A function that issues a `shard_map` again, with another body on other trees."""
     return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs, **compat.shard_map_options(eqn.params))

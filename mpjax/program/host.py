@@ -99,9 +99,10 @@ def _plain(fun: Callable[..., Any]) -> Callable[..., Any]:
     return lambda params, *arrays: fun(*arrays)
 
 
-def _named_alike(names: str) -> dict[str, Callable[..., Any]]:
-    """The rules of elementwise operations that have the names of NumPy's functions."""
-    return {name: _plain(getattr(np, name)) for name in names.split()}
+def _elementwise(names: str) -> dict[str, Callable[..., Any]]:
+    """The rules of elementwise operations, each with the name of NumPy's function if it is another."""
+    pairs = (name.partition("=") for name in names.split())
+    return {name: _plain(getattr(np, of_numpy or name)) for name, _, of_numpy in pairs}
 
 
 def _reduction(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,23 +137,9 @@ def _select(params: Any, which: Any, *cases: Any) -> Any:
 
 
 _RULES: dict[str, Callable[..., Any]] = {
-    **_named_alike("add sign abs"),
-    "add_any": _plain(np.add),
-    "sub": _plain(np.subtract),
-    "mul": _plain(np.multiply),
-    "pow": _plain(np.power),
-    "neg": _plain(np.negative),
-    "max": _plain(np.maximum),
-    "min": _plain(np.minimum),
-    "eq": _plain(np.equal),
-    "ne": _plain(np.not_equal),
-    "lt": _plain(np.less),
-    "le": _plain(np.less_equal),
-    "gt": _plain(np.greater),
-    "ge": _plain(np.greater_equal),
-    "and": _plain(np.bitwise_and),
-    "or": _plain(np.bitwise_or),
-    "is_finite": _plain(np.isfinite),
+    **_elementwise("add add_any=add sub=subtract mul=multiply pow=power neg=negative sign abs max=maximum min=minimum"),
+    **_elementwise("eq=equal ne=not_equal lt=less le=less_equal gt=greater ge=greater_equal is_finite=isfinite"),
+    **_elementwise("and=bitwise_and or=bitwise_or"),
     "clamp": _plain(lambda low, x, high: np.minimum(np.maximum(x, low), high)),
     "select_n": _select,
     "convert_element_type": _plain(lambda x: x),
@@ -179,8 +166,7 @@ _OF_FLOATS: dict[str, Callable[..., Any]] = {
     "reduce_sum": _reduction(np.sum),
     "cumsum": _cumulative(np.cumsum),
     "cumprod": _cumulative(np.cumprod),
-    **_named_alike("floor ceil square sqrt exp exp2 expm1 log log1p sin cos sinh cosh tanh"),
-    "div": _plain(np.divide),
+    **_elementwise("div=divide floor ceil square sqrt exp exp2 expm1 log log1p sin cos sinh cosh tanh"),
     "integer_pow": lambda params, x: x ** params["y"],
     "rsqrt": _plain(lambda x: 1 / np.sqrt(x)),
     "logistic": _plain(lambda x: scipy.special.expit(x)),

@@ -25,7 +25,7 @@ from jax.tree_util import Partial
 
 from mpjax.program import compat
 from mpjax.program.dtypes import is_half, is_low, widened
-from mpjax.program.evaluator import bind, cond, evaluate, scan, shard_map, while_loop
+from mpjax.program.evaluator import bind, cond, evaluate, scan, shard_map, strong, while_loop
 from mpjax.program.formats import HALF_DTYPES
 from mpjax.program.graph import Block, Site, lay_out, manual_axes
 from mpjax.program.host import bind_on_host
@@ -206,7 +206,7 @@ class Instrumented:
             return (i + 1, outs[: len(carry)], notes), (outs[len(carry) :], stacked)
 
         notes = {} if self.probe.stacks else self._empty(body)
-        (_, carried, notes), (ys, stacked) = scan(eqn, step, (np.int32(0), _strong(carry), notes), xs)
+        (_, carried, notes), (ys, stacked) = scan(eqn, step, (np.int32(0), strong(carry), notes), xs)
         if self.probe.stacks and eqn.params["reverse"]:
             stacked = jax.tree.map(lambda x: x[::-1], stacked)  # in the order of execution
         return [*carried, *ys], {("iterations", place.number): stacked} if self.probe.stacks else notes
@@ -227,13 +227,13 @@ class Instrumented:
             notes, stacked = self._after_iteration(body, notes, new)
             if stacks:
                 notes = jax.tree.map(lambda all, one: all.at[i].set(one), notes, stacked)
-            return _strong(outs), (i + 1, notes)
+            return strong(outs), (i + 1, notes)
 
         notes = self._empty(body)
         if stacks:
             length = self.probe.trips(place)
             notes = jax.tree.map(lambda x: jnp.stack([x] * length), self.probe.packed(body, notes))
-        carried, (trips, notes) = while_loop(place.eqn, unfinished, step, _strong(carry), (np.int32(0), notes))
+        carried, (trips, notes) = while_loop(place.eqn, unfinished, step, strong(carry), (np.int32(0), notes))
         if stacks:
             notes = {("iterations", place.number): notes}
         return list(carried), {**notes, **self.probe.ended(place, trips)}
@@ -244,7 +244,7 @@ class Instrumented:
         def branch(block: Block) -> Any:
             def run(*arrays: Any) -> Any:
                 outs, new = self.block(block, arrays, iteration)
-                return _strong(outs), self._varying({**empty, **new})
+                return strong(outs), self._varying({**empty, **new})
 
             return run
 
@@ -303,15 +303,6 @@ class Eager(Instrumented):
 
     def _behind_barrier(self, ins: Sequence[Any]) -> Sequence[Any]:
         return ins  # Operations run one by one, so the compiler can't eliminate recomputation.
-
-
-def _strong(arrays: Sequence[Any]) -> list[Any]:
-    """The arrays without weak types, because the type of a carry must not change."""
-
-    def strong(x: Any) -> Any:
-        return lax.convert_element_type(x, jnp.result_type(x)) if getattr(jax.typeof(x), "weak_type", False) else x
-
-    return jax.tree.map(strong, list(arrays))
 
 
 def bound(eqn: Any, arrays: Sequence[Any], wide: bool) -> list[Any]:

@@ -152,7 +152,7 @@ def reason(error: BaseException) -> str:
 
 def name_of(fun: Any) -> str:
     """The name of a function with its line in the script, as `step (train.py:12)`: several may have one name."""
-    name, code = getattr(fun, "__name__", type(fun).__name__), getattr(inspect.unwrap(fun), "__code__", None)
+    name, code = function_name(fun), getattr(inspect.unwrap(fun), "__code__", None)
     if code is None or is_library_file(code.co_filename):
         return name
     return f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
