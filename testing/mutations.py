@@ -24,7 +24,7 @@ import optax
 import mpjax
 from mpjax.loss_scale import replicas, transformation, trees
 from mpjax.loss_scale.cotangents import unscale_by
-from mpjax.modules.params import cast
+from mpjax.modules.precision import cast
 from mpjax.optimizer_state import low_bit, masters, rounding
 from testing.random_training import Rejected, check, numbered_case
 

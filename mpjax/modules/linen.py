@@ -24,7 +24,7 @@ from flax.errors import TransformedMethodReturnValueError
 from mpjax.casting.setting import FLOAT32
 from mpjax.modules import precision
 from mpjax.modules.explicit_dtypes import warn_explicit_dtypes
-from mpjax.modules.params import cast, run_cast, stored_in, widened
+from mpjax.modules.precision import cast, run_cast, stored_in, widened
 from mpjax.policy import HALF_DTYPES, Policy, is_norm_class, path_string, warn_unused_overrides
 from mpjax.program import contexts
 from mpjax.program.scopes import attributes, become, class_with, method_names, original_class, reduce_, setting_of

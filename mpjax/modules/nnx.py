@@ -19,7 +19,7 @@ from flax import nnx
 
 from mpjax.modules import linen, precision
 from mpjax.modules.explicit_dtypes import warn_explicit_dtypes
-from mpjax.modules.params import cast, cast_parameter, run_cast
+from mpjax.modules.precision import cast, cast_parameter, run_cast
 from mpjax.policy import HALF_DTYPES, NORM_PATTERNS, Policy, path_string, warn_unused_overrides
 from mpjax.program import contexts, objects, scopes
 
