@@ -28,9 +28,9 @@ from mpjax.casting.setting import FLOAT32, tracked
 from mpjax.kernels import scaled_ragged, staging, weight_gradients
 from mpjax.kernels.derivatives import same_axes
 from mpjax.kernels.lookup import select, selects
-from mpjax.kernels.maximum import unfused
 from mpjax.kernels.packed import PACKINGS, Packed, Packing, pack, remembered_matmul, remembering, tangent_of
 from mpjax.kernels.scaled_matmul import SCALINGS, Operand
+from mpjax.kernels.softmax import unfused
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow
 from mpjax.program.evaluator import evaluate

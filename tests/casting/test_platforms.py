@@ -14,7 +14,7 @@ import mpjax
 from mpjax import Rules
 from mpjax.inspection.profiling.hlo import HloModule
 from mpjax.kernels.lookup import element
-from mpjax.kernels.maximum import unfused
+from mpjax.kernels.softmax import unfused
 from mpjax.planning.target import TARGETS, placed
 from mpjax.program import compat
 from testing import measures

@@ -25,7 +25,7 @@ from mpjax.casting.attention.prepare import inlined
 from mpjax.casting.classify import classify
 from mpjax.casting.setting import Setting, tracked
 from mpjax.kernels import softmax
-from mpjax.kernels.maximum import unfused
+from mpjax.kernels.softmax import unfused
 from mpjax.program import compat
 from mpjax.program.primitives import Op, primitive
 
