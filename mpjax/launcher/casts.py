@@ -47,7 +47,6 @@ class CastCall:
             return out
 
         self.scope = Scale(None)
-        session.differentiated = True
         self._reruns = session.reruns
         setting = session.setting
         program = trace(scaled, (jnp.ones((), jnp.float32), args, kwargs), {}, setting and setting.half)

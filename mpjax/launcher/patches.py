@@ -149,7 +149,6 @@ def _differentiation(session: Session, value_and_grad: Any, gradient_only: bool,
         def gradient(*args: Any, **kwargs: Any) -> Any:
             if session.casts and isinstance(fun, programs.Compiled) and not compat.is_compiling():
                 return fun.derived((original, argnums, has_aux), gradient)(*args, **kwargs)
-            session.differentiated = True
             site = session.gradient(fun, line)
             if site is None:
                 with in_float32():
@@ -189,7 +188,6 @@ def _linearization(session: Session, original: Any) -> Any:
         line = session.callers.script_line()
         if not line or not session.active:
             return original(fun, *primals, **options)
-        session.differentiated = True
         site = session.gradient(fun, line)
         if site is None:
             with in_float32():

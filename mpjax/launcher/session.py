@@ -259,6 +259,7 @@ class Session:
             fun: The differentiated function.
             line: The line of the script that differentiates.
         """
+        self.differentiated = True
         scale, present, name = enclosing_scale(), frame(), function_name(fun)
         if scale is not None:
             if scale.value is not None:

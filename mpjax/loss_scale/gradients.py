@@ -52,20 +52,10 @@ def value_and_grad(  # type: ignore[overload-overlap]
 ) -> Callable[Concatenate[Arg, Rest], tuple[T, Arg]]: ...
 @overload
 def value_and_grad(
-    fun: Callable[Rest, T],
-    opt_state: Any = None,
-    *,
-    policy: Any = None,
-    argnums: Argnums,
-    has_aux: bool = False,
+    fun: Callable[Rest, T], opt_state: Any = None, *, policy: Any = None, argnums: Argnums, has_aux: bool = False
 ) -> Callable[Rest, tuple[T, Any]]: ...
 def value_and_grad(
-    fun: Callable[..., Any],
-    opt_state: Any = None,
-    *,
-    policy: Any = None,
-    argnums: Argnums = 0,
-    has_aux: bool = False,
+    fun: Callable[..., Any], opt_state: Any = None, *, policy: Any = None, argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
     """Returns a function that computes the true value and true float32 gradients of a loss, using loss scaling.
 
@@ -198,20 +188,10 @@ def grad(
 ) -> Callable[Concatenate[Arg, Rest], tuple[Arg, Aux]]: ...
 @overload
 def grad(
-    fun: Callable[Rest, Any],
-    opt_state: Any = None,
-    *,
-    policy: Any = None,
-    argnums: Argnums = 0,
-    has_aux: bool = False,
+    fun: Callable[Rest, Any], opt_state: Any = None, *, policy: Any = None, argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[Rest, Any]: ...
 def grad(
-    fun: Callable[..., Any],
-    opt_state: Any = None,
-    *,
-    policy: Any = None,
-    argnums: Argnums = 0,
-    has_aux: bool = False,
+    fun: Callable[..., Any], opt_state: Any = None, *, policy: Any = None, argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
     """Returns a function that computes the true float32 gradients, or `(gradients, aux)` with `has_aux`.
 
