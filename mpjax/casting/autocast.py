@@ -29,7 +29,7 @@ from mpjax.kernels import unscaled
 from mpjax.policy import Policy, get_policy
 from mpjax.program import compat
 from mpjax.program.dataflow import dataflow
-from mpjax.program.graph import passes_of
+from mpjax.program.linearity import passes_of
 from mpjax.program.owners import owners_of
 from mpjax.program.source import BACKWARD, SCALED
 from mpjax.program.tracing import TracedCall, functional, trace

@@ -21,7 +21,7 @@ from mpjax.policy import HALF_DTYPES, Policy
 from mpjax.program import compat
 from mpjax.program.dataflow import dataflow
 from mpjax.program.formats import format_of
-from mpjax.program.graph import passes_of
+from mpjax.program.linearity import passes_of
 from mpjax.program.source import BACKWARD
 from mpjax.program.tracing import TracedCall
 

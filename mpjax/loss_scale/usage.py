@@ -10,7 +10,7 @@ import jax
 from mpjax.loss_scale.state import LossScaleWarning, roundings
 from mpjax.policy import is_half, path_string
 from mpjax.program import compat
-from mpjax.program.graph import passes_of
+from mpjax.program.linearity import passes_of
 from mpjax.program.source import BACKWARD, DIVIDED, OUTSIDE, SCALED, user_stacklevel
 
 _MESSAGE = (

@@ -630,10 +630,7 @@ def barriers(params: dict[str, Any], size: int) -> tuple[bool, ...]:
 
 def call_jaxpr(params: dict[str, Any]) -> Any:
     """The sub-jaxpr of a call-like equation."""
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
-        if name in params:
-            return params[name]
-    raise KeyError(f"no jaxpr among {sorted(params)}")
+    return next(params[name] for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call") if name in params)
 
 
 _SYMBOLIC = 256  # estimate of a symbolic dimension, usually the batch, for comparing sizes

@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from mpjax.program import compat, contexts
 from mpjax.program.dataflow import dataflow, once_per_jaxpr
-from mpjax.program.hi_primitives import present, present_open
+from mpjax.program.graph import present, present_open
 
 
 @dataclasses.dataclass(frozen=True)

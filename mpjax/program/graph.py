@@ -18,18 +18,7 @@ import numpy as np
 from mpjax.program import compat
 from mpjax.program.dataflow import once_per_jaxpr, variables
 from mpjax.program.primitives import TABLE, Op, matmul_flops, primitive
-from mpjax.program.source import (
-    BACKWARD,
-    DIVIDED,
-    OUTSIDE,
-    SCALED,
-    join,
-    module_of,
-    path_of,
-    phase_of,
-    scopes,
-    source_line,
-)
+from mpjax.program.source import join, module_of, path_of, phase_of, source_line
 
 # By name: each holds its sub-jaxprs, and how often they run, in parameters of its own.
 
@@ -300,22 +289,26 @@ def _with_sub_jaxprs_replaced(eqn: Any, equation: Callable[[Any], Any], known: M
     return eqn
 
 
-def passes_of(eqns: Iterable[Any]) -> frozenset[str]:
-    """The passes of the matmuls among equations, and the marks of loss scaling.
+# JAX moves `checkpoint`, `custom_jvp`, `custom_vjp` and others to one primitive, `call_hi_primitive`, whose equation
+# holds an object with the rules. In a program that mpjax reads, such an equation is replaced by one of the present
+# primitive, so that everything that enters that one enters it too. (`compat.present_primitives` avoids most of them.)
 
-    `SCALED` marks products with a loss scale, `DIVIDED` those of the backward pass, which make gradients true, and
-    `OUTSIDE` derivative rules that no scaled loss is around.
-    """
-    found: set[str] = set()
-    for eqn in eqns:
-        module, row = scopes(eqn), primitive(eqn.primitive.name)
-        found |= {SCALED} if SCALED in module else set()
-        found |= {DIVIDED} if SCALED in module and phase_of(module) == BACKWARD else set()
-        found |= {OUTSIDE} if OUTSIDE in module and phase_of(module) == BACKWARD else set()
-        found |= {phase_of(module)} if row.op is Op.ALLOW else set()
-        for inner in sub_jaxprs(eqn) if row.op is Op.ENTER else ():
-            found |= passes_of(inner.opened.eqns)
-    return frozenset(found)
+
+def present(jaxpr: Any) -> Any:
+    """A closed jaxpr in which JAX's own hi primitives are replaced at any depth; the same one if it has none."""
+    old = compat.open_jaxpr(jaxpr).jaxpr
+    new = present_open(old)
+    return jaxpr if new is old else compat.closed_like(jaxpr, new)
+
+
+def present_open(jaxpr: Any) -> Any:
+    """The same of an open jaxpr."""
+
+    def equation(eqn: Any) -> Any:
+        call = compat.present_call(eqn) if eqn.primitive.name == "call_hi_primitive" else None
+        return eqn if call is None else compat.equation_of(call, eqn)
+
+    return replaced(jaxpr, equation, {})
 
 
 def _padded(jaxpr: Any, operands: Sequence[int]) -> SubJaxpr:

@@ -10,7 +10,7 @@ import enum
 import functools
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,9 @@ import numpy as np
 from mpjax.program import compat
 from mpjax.program.derivative_rules import rules_of
 from mpjax.program.evaluator import evaluate
-from mpjax.program.graph import hidden, passes_of, sub_jaxprs
+from mpjax.program.graph import hidden, sub_jaxprs
 from mpjax.program.primitives import Op, Saves, primitive
-from mpjax.program.source import SCALED, TRUE, is_library, scopes, user_stacklevel
+from mpjax.program.source import BACKWARD, DIVIDED, OUTSIDE, SCALED, TRUE, is_library, phase_of, scopes, user_stacklevel
 from mpjax.program.tracing import trace
 
 
@@ -41,6 +41,24 @@ class NonlinearRuleWarning(UserWarning):
         >>> str(caught[0].message)
         'the backward rule of clip_gradient (...) is not linear in its cotangent, which ... mpjax.true_cotangents...'
     """
+
+
+def passes_of(eqns: Iterable[Any]) -> frozenset[str]:
+    """The passes of the matmuls among equations, and the marks of loss scaling.
+
+    `SCALED` marks products with a loss scale, `DIVIDED` those of the backward pass, which make gradients true, and
+    `OUTSIDE` derivative rules that no scaled loss is around.
+    """
+    found: set[str] = set()
+    for eqn in eqns:
+        module, row = scopes(eqn), primitive(eqn.primitive.name)
+        found |= {SCALED} if SCALED in module else set()
+        found |= {DIVIDED} if SCALED in module and phase_of(module) == BACKWARD else set()
+        found |= {OUTSIDE} if OUTSIDE in module and phase_of(module) == BACKWARD else set()
+        found |= {phase_of(module)} if row.op is Op.ALLOW else set()
+        for inner in sub_jaxprs(eqn) if row.op is Op.ENTER else ():
+            found |= passes_of(inner.opened.eqns)
+    return frozenset(found)
 
 
 def check_scaled_rule(eqn: Any, rule: Any, residuals: int, results: int) -> None:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from mpjax.program import compat, contexts, derivative_rules, objects
-from mpjax.program.hi_primitives import present
+from mpjax.program.graph import present
 from mpjax.program.scopes import named_modules
 from mpjax.program.source import traceback_line
 

@@ -15,7 +15,7 @@ from jax import lax
 
 import mpjax
 from mpjax.casting.streams import additions_in_a_row, gated_additions, residual_additions
-from mpjax.program.hi_primitives import present
+from mpjax.program.graph import present
 from testing import measures
 from testing.random_programs.evaluate import in_numpy
 from testing.sensitive import mean_errors, measured
