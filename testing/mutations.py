@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 import mpjax
-from mpjax.loss_scale import replicas, transformation, trees
+from mpjax.loss_scale import replicas, transformation
 from mpjax.loss_scale.cotangents import unscale_by
 from mpjax.modules.precision import cast
 from mpjax.optimizer_state import low_bit, masters, rounding
@@ -49,7 +49,7 @@ def _loss_ignored(tree: Any, *args: Any) -> jax.Array:
     return jnp.ones((), jnp.bool_) if is_loss else replicas.all_finite(tree, *args)
 
 
-def _advanced(state: Any, like: Any, right: Any = trees.cast_like) -> Any:
+def _advanced(state: Any, like: Any, right: Any = transformation.cast_like) -> Any:
     is_count = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.int32)
     return jax.tree.map(lambda x: x + 1 if is_count(x) else x, right(state, like))
 

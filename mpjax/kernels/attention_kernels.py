@@ -20,7 +20,7 @@ from jax.interpreters import mlir
 from mpjax.kernels import attention
 from mpjax.kernels.attention import Form, Operands, band
 from mpjax.program import compat
-from mpjax.program.evaluator import bind, evaluate
+from mpjax.program.evaluator import bind, run
 from mpjax.program.objects import filled
 
 # JAX adds these numbers to masked scores in cuDNN's kernel, which computes NaN from larger ones.
@@ -137,7 +137,7 @@ class _Traced:
         jaxpr, kernel = self._opened.jaxpr, self._kernel
         until = list(jaxpr.eqns[: jaxpr.eqns.index(kernel) + 1])
         part = jaxpr.replace(eqns=until, outvars=list(kernel.outvars[:2]), invars=jaxpr.invars[:-1])
-        return self._run(part, [operands[i] for i in self._given])
+        return run(part, (*self._opened.consts, *(operands[i] for i in self._given)), bind)
 
     def backward(self, *arrays: Any) -> list[Any]:
         """The cotangents of q, k, v and the bias, from the operands, the results and the cotangent."""
@@ -146,13 +146,9 @@ class _Traced:
         eqns = [eqn for eqn in jaxpr.eqns if eqn is not kernel]
         invars = [*jaxpr.invars, *kernel.outvars[:2]]
         part = jaxpr.replace(eqns=eqns, invars=invars, outvars=jaxpr.outvars[1:])
-        found = self._run(part, [*(operands[i] for i in self._given), ct, out, logsumexp])
+        found = run(part, (*self._opened.consts, *(operands[i] for i in self._given), ct, out, logsumexp), bind)
         by_index = dict(zip(self._floats, found, strict=True))
         return [by_index.get(i) for i in range(4)]
-
-    def _run(self, jaxpr: Any, arrays: Sequence[Any]) -> Sequence[Any]:
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*self._opened.consts, *arrays), strict=True))
-        return evaluate(jaxpr, env, bind)
 
 
 # Pallas's flash attention for TPUs.

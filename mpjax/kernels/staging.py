@@ -11,7 +11,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from mpjax.program import compat
-from mpjax.program.evaluator import evaluate
+from mpjax.program.evaluator import run
 
 
 def bind(primitive: Any, arrays: Sequence[Any], params: dict[str, Any], outs: Sequence[Any] | None) -> Any:
@@ -43,7 +43,7 @@ def evaluate_again(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
             outs = bind(eqn.primitive, operands, params, types if known else None)
         return outs if eqn.primitive.multiple_results else [outs]
 
-    return evaluate(jaxpr, dict(zip((*jaxpr.constvars, *jaxpr.invars), arrays, strict=True)), again)
+    return run(jaxpr, arrays, again)
 
 
 def cast(x: Any, dtype: Any) -> Any:

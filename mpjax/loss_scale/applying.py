@@ -13,7 +13,6 @@ import optax
 from mpjax.loss_scale.cotangents import OVERWRITE_WITH_GRADIENT, is_differentiable
 from mpjax.loss_scale.restoring import keep_if_finite
 from mpjax.loss_scale.state import check_wiring, contains_state
-from mpjax.loss_scale.trees import same_structure
 from mpjax.policy import path_string
 from mpjax.program.objects import is_of_nnx
 
@@ -218,6 +217,12 @@ def trainable(tree: Any) -> Any:
     if not _is_equinox(tree):
         return tree
     return jax.tree.map(lambda x: x if isinstance(x, jax.Array) and is_differentiable(x) else None, tree)
+
+
+def same_structure(a: Any, b: Any) -> bool:
+    """Whether two trees have the same structure."""
+    structure: Any = jax.tree.structure(a)
+    return structure == jax.tree.structure(b)
 
 
 def trained(params: Any, grads: Any) -> Any:

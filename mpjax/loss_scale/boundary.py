@@ -17,10 +17,10 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
+from mpjax.loss_scale import cotangents
 from mpjax.loss_scale.closures import Call, closed
-from mpjax.loss_scale.cotangents import crossed, enter, is_differentiable, is_overwritten, level, levels, unscale_by
+from mpjax.loss_scale.cotangents import crossed, is_differentiable, is_overwritten, level, levels, unscale_by, widened
 from mpjax.loss_scale.state import loss_scale_of
-from mpjax.loss_scale.trees import widened
 from mpjax.loss_scale.usage import warn_of_gradients_divided_twice, warn_of_rules_outside
 from mpjax.policy import is_half
 from mpjax.program import compat, contexts
@@ -91,7 +91,7 @@ def scale_loss(fun: Callable[P, T], opt_state: Any, has_aux: bool = False) -> Ca
         # Values of Flax's FP8 collection are unchanged.
         where = [i for i, x in enumerate(arrays) if is_differentiable(x) and not is_overwritten(names[i])]
         with jax.named_scope(SCALED):
-            entered, mark = enter([arrays[i] for i in where], inverse, tuple(names[i] for i in where))
+            entered, mark = cotangents.enter([arrays[i] for i in where], inverse, tuple(names[i] for i in where))
         with level(scale, mark, contexts.scaled_losses.value):  # for derivative rules, which run now
             outs = inside([mark, *filled(arrays, where, entered)])
         return call.finish(crossed(outs, scale, inverse, mark))

@@ -13,7 +13,7 @@ import jax
 from mpjax.loss_scale.cotangents import is_differentiable
 from mpjax.policy import is_half, path_string
 from mpjax.program import compat, contexts
-from mpjax.program.evaluator import bind_in_context, evaluate
+from mpjax.program.evaluator import bind_in_context, run
 from mpjax.program.graph import replaced
 from mpjax.program.linearity import check_scaled_rule
 from mpjax.program.objects import filled, functional, is_nnx_object, split_arrays
@@ -123,8 +123,7 @@ def closed(
 
     def inside(given: Sequence[Any]) -> list[Any]:
         consts = filled(program.consts, where, given[len(arrays) :])
-        inputs = (*program.jaxpr.constvars, *program.jaxpr.invars)
-        return evaluate(program.jaxpr, dict(zip(inputs, (*consts, *given[: len(arrays)]), strict=True)), rule)
+        return run(program.jaxpr, (*consts, *given[: len(arrays)]), rule)
 
     return inside, [program.consts[i] for i in where]
 

@@ -19,8 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from mpjax.kernels.derivatives import mapped_size, set_identity
-from mpjax.loss_scale.trees import along_leading_axes
-from mpjax.policy import HALF_DTYPES, path_string
+from mpjax.policy import HALF_DTYPES, is_half, path_string
 from mpjax.program import compat, contexts
 from mpjax.program.source import SCALED
 
@@ -38,6 +37,22 @@ def is_differentiable(x: Any) -> bool:
 def is_overwritten(path: str) -> bool:
     """Whether the leaf at a tree path belongs to Flax's collection of values that replace the old ones."""
     return OVERWRITE_WITH_GRADIENT in path.split("/")
+
+
+def widened(tree: T) -> T:
+    """The tree with half arrays in float32."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if is_half(x) else x, tree)
+
+
+def along_leading_axes(x: jax.Array, leaf: Any, name: str, path: str) -> jax.Array:
+    """Reshapes `x`, one value for each member of mapped axes, to broadcast against a leaf with these leading axes."""
+    shape = jnp.shape(leaf)
+    if shape[: x.ndim] != x.shape:
+        raise ValueError(
+            f"{name} has shape {x.shape}, one value for each member of a vmap or pmap, but the leaf {path!r} has shape "
+            f"{shape}, without these leading axes. Map over axis 0 of both, or call this inside the vmap or pmap."
+        )
+    return x.reshape(x.shape + (1,) * (len(shape) - x.ndim)) if x.ndim else x
 
 
 def multiply(x: jax.Array, factor: jax.Array, dtype: Any = None) -> jax.Array:

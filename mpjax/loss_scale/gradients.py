@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.loss_scale.applying import merge, trainable
+from mpjax.loss_scale.applying import merge, same_structure, trainable
 from mpjax.loss_scale.boundary import checked_aux, one_scale
-from mpjax.loss_scale.cotangents import is_differentiable, is_overwritten, level, multiply, unscale_by
-from mpjax.loss_scale.trees import same_structure, widened
+from mpjax.loss_scale.cotangents import is_differentiable, is_overwritten, level, multiply, unscale_by, widened
 from mpjax.policy import is_half, path_string
 from mpjax.program import contexts
 from mpjax.program.objects import contains_nnx_object, functional, with_values

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from mpjax.loss_scale.cotangents import along_leading_axes
 from mpjax.loss_scale.state import find_loss_scale_state
-from mpjax.loss_scale.trees import along_leading_axes
 from mpjax.policy import path_string
 from mpjax.program.objects import is_of_nnx
 

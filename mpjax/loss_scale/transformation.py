@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from mpjax.kernels.unscaled import note_scaling_loop
 from mpjax.loss_scale import applying, usage
-from mpjax.loss_scale.applying import apply_gradients, as_transformation
-from mpjax.loss_scale.cotangents import unscale_by
+from mpjax.loss_scale.applying import apply_gradients, as_transformation, same_structure
+from mpjax.loss_scale.cotangents import unscale_by, widened
 from mpjax.loss_scale.replicas import all_finite
 from mpjax.loss_scale.state import LossScaleState, contains_state
-from mpjax.loss_scale.trees import cast_like, row_major, settled
-from mpjax.policy import get_policy
+from mpjax.policy import get_policy, is_half
 from mpjax.program import compat
 from mpjax.program.source import UPDATE
 
@@ -317,6 +317,52 @@ def _loss_scaled(
     if grads_are_scaled:
         note_scaling_loop(decide)
     return LossScaled.make(init, _compiled_once(update), _compiled_once(apply), decides=True)
+
+
+def row_major(tree: Any) -> Any:
+    """Constrains a tree to row-major layout, that of arguments, inside `jit`. Outside it is unchanged.
+
+    A matmul may produce a transposed gradient. XLA can't fuse the transpose into an update inside a `cond`, and
+    would hold a second copy of the gradients there.
+    """
+    if not compat.shards_layout_constraints():
+        return tree
+
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, jax.core.Tracer) or jnp.ndim(x) < 2 or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            return x
+        return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+    return jax.tree.map(leaf, tree)
+
+
+def settled(inner: optax.GradientTransformationExtraArgs, state: Any, params: Any) -> Any:
+    """The initial state of `inner`, in the dtypes that float32 params and gradients give it.
+
+    Adam's moments would otherwise have the dtype of half params. The second one would flush to zero, and the first
+    one would become float32, the gradients' dtype, at the first update. A state that changes dtype costs a retrace
+    and can't be carried by `scan`. Dtypes that the transformation sets (`mu_dtype`, float32 masters) are kept.
+    """
+    if not any(map(is_half, jax.tree.leaves(params))):
+        return state
+
+    def update(state: Any, params: Any) -> Any:
+        return inner.update(widened(params), state, params, value=jnp.float32(0))[1]
+
+    with jax.numpy_dtype_promotion("standard"):
+        state = cast_like(state, jax.eval_shape(lambda p: inner.init(widened(p)), params))
+        try:
+            return cast_like(state, jax.eval_shape(update, state, params))
+        except Exception:
+            # The update can't be called yet, for example because it needs further arguments. The first step casts.
+            return state
+
+
+def cast_like(state: Any, like: Any) -> Any:
+    """Casts a state to the dtypes of another one. States of different structure are returned unchanged."""
+    if not same_structure(state, like):
+        return state
+    return jax.tree.map(lambda x, to: x if jnp.result_type(x) == to.dtype else jnp.asarray(x, to.dtype), state, like)
 
 
 def _compiled_once(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import optax
 from mpjax.kernels.rounding import round_to_nearest
 from mpjax.loss_scale import applying
 from mpjax.loss_scale.applying import apply_gradients, as_transformation
-from mpjax.loss_scale.trees import widened
+from mpjax.loss_scale.cotangents import widened
 from mpjax.optimizer_state.rounding import required
 from mpjax.policy import HALF_DTYPES, get_policy, is_half, path_string
 

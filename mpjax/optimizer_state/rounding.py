@@ -14,7 +14,7 @@ import optax
 
 from mpjax.kernels.rounding import random_bits, round_stochastically, round_to_nearest
 from mpjax.loss_scale.applying import Transformation, apply_gradients, as_transformation
-from mpjax.loss_scale.trees import widened
+from mpjax.loss_scale.cotangents import widened
 from mpjax.policy import is_half, path_string
 
 

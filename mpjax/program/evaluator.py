@@ -44,6 +44,16 @@ def evaluate(
     return [read(v, None) for v in jaxpr.outvars]
 
 
+def run(
+    jaxpr: Any,
+    ins: Iterable[Any],
+    rule: Callable[[Any, list[Any]], Iterable[Any]],
+    constant: Callable[[Any, Any], Any] = lambda literal, eqn: literal.val,
+) -> list[Any]:
+    """As `evaluate`, given the values of an open jaxpr's constvars and inputs in order."""
+    return evaluate(jaxpr, dict(zip((*jaxpr.constvars, *jaxpr.invars), ins, strict=True)), rule, constant)
+
+
 def bind(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     """Evaluates an equation on arrays."""
     outs = eqn.primitive.bind(*arrays, **compat.bind_params(eqn.primitive, eqn.params))

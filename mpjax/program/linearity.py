@@ -18,7 +18,7 @@ import numpy as np
 
 from mpjax.program import compat
 from mpjax.program.derivative_rules import rules_of
-from mpjax.program.evaluator import evaluate
+from mpjax.program.evaluator import run
 from mpjax.program.graph import hidden, sub_jaxprs
 from mpjax.program.primitives import Op, Saves, primitive
 from mpjax.program.source import BACKWARD, DIVIDED, OUTSIDE, SCALED, TRUE, is_library, phase_of, scopes, user_stacklevel
@@ -153,8 +153,7 @@ def _dependences(jaxpr: Any, residuals: int) -> list[_In]:
 
 def _results(jaxpr: Any, ins: Sequence[_In]) -> list[_In]:
     opened, consts = compat.open_jaxpr(jaxpr)
-    env = dict(zip((*opened.constvars, *opened.invars), (*map(_constant, consts), *ins), strict=True))
-    return evaluate(opened, env, _of_equation, constant=lambda literal, eqn: _constant(literal.val))
+    return run(opened, (*map(_constant, consts), *ins), _of_equation, lambda literal, eqn: _constant(literal.val))
 
 
 def _constant(x: Any) -> _In:
