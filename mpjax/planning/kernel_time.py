@@ -24,8 +24,7 @@ from typing import NamedTuple
 
 from mpjax.inspection.profiling import hlo
 from mpjax.inspection.profiling.hlo import HloModule, Line
-from mpjax.planning.executable import Launch, launches
-from mpjax.planning.machine_code import NO_DISASSEMBLER, Code, codes, disassembler
+from mpjax.planning.executable import NO_DISASSEMBLER, Code, Launch, codes, disassembler, launches
 from mpjax.planning.target import Gpu, Target
 from mpjax.planning.traffic import LAUNCH, Kernel, dimensions, kernels, peak
 

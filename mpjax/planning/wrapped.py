@@ -86,7 +86,7 @@ def with_master_weights(traced: Traced, half: Any) -> Traced:
     def step(given: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         weights = [_Weight(master, given[i]) for i, master in zip(full, kept, strict=True)]
         values = filled(given, full, weights)
-        outs = [_master(x) for x in _run(jaxpr.jaxpr, jaxpr.consts, values)]
+        outs = [_master(x) for x in evaluator.run(jaxpr.jaxpr, (*jaxpr.consts, *values), _equation)]
         new = [outs[traced.carried[i]] for i in full]
         for i, master in zip(full, new, strict=True):
             outs[traced.carried[i]] = master.astype(half)
@@ -105,18 +105,13 @@ def with_master_weights(traced: Traced, half: Any) -> Traced:
     )
 
 
-def _run(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Evaluates a program, some of whose values are a `_Weight`."""
-    env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, values, strict=True))
-    return evaluator.evaluate(jaxpr, env, _equation)
-
-
 def _equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Evaluates an equation, some of whose operands are a `_Weight`."""
     name = str(eqn.source_info.name_stack)
     differentiated = "jvp(" in name or "transpose(" in name
     if eqn.primitive.name in ("jit", "pjit") and not differentiated:
         inner = compat.open_jaxpr(eqn.params["jaxpr"])
-        return _run(inner.jaxpr, inner.consts, operands)
+        return evaluator.run(inner.jaxpr, (*inner.consts, *operands), _equation)
     if differentiated and eqn.primitive.name == "convert_element_type" and isinstance(operands[0], _Weight):
         return [operands[0].half.astype(eqn.params["new_dtype"])]
     widened = [x.half.astype(jnp.float32) if isinstance(x, _Weight) else x for x in operands]

@@ -10,8 +10,7 @@ import pytest
 
 import mpjax
 from mpjax.planning import executable, kernel_time
-from mpjax.planning.executable import Launch, launches
-from mpjax.planning.machine_code import codes, disassembler
+from mpjax.planning.executable import Launch, codes, disassembler, launches
 from mpjax.planning.target import TARGETS, Gpu, Target, placed, traced_for
 
 H200 = TARGETS["h200"]
@@ -90,7 +89,7 @@ def test_an_executable_of_another_format_has_no_launches_or_those_that_are_left(
 
 
 def test_a_device_that_the_disassembler_does_not_know_has_no_times(monkeypatch):
-    monkeypatch.setattr("mpjax.planning.machine_code.disassembler", lambda: "false")
+    monkeypatch.setattr("mpjax.planning.executable.disassembler", lambda: "false")
     assert kernel_time.timed("", serialised(literal), H200) == []
 
 
