@@ -94,16 +94,14 @@ def plan(
     where = Place.of(target, mesh)
     budget = bytes_of(memory) if memory is not None else where.memory
     step = Step(fun, args, kwargs, where, policy)
-    if batch_axis is not None:
-        batch_of(step, batch_axis, batch_args)
-        if budget is None:
-            raise ValueError("plan(batch_axis=...): the device's memory is not known; give memory=.")
+    batch = None if batch_axis is None else batch_of(step, batch_axis, batch_args)
+    if batch is not None and budget is None:
+        raise ValueError("plan(batch_axis=...): the device's memory is not known; give memory=.")
     planner = _Planner(step, quiet)
     found = planner.search(budget)
     batches: dict[Combination, int] = {}
-    batch = None
-    if budget is not None and batch_axis is not None:
-        batches, batch = planner.batches(budget, batch_axis, batch_args, found)
+    if budget is not None and batch_axis is not None and batch is not None:
+        batches = planner.batches(budget, batch_axis, batch_args, batch, found)
     errors = planner.errors(given, kwargs, found) if not planner.given.carried else {}
     return planner.report(budget, found, planner.rows(found, errors, batches), batch)
 
@@ -229,10 +227,9 @@ class _Planner:
         return [*start, *((*self.start, change) for change in self.options)]
 
     def batches(
-        self, budget: int, axis: int, args: BatchArgs, chosen: Combination
-    ) -> tuple[dict[Combination, int], int]:
-        """The largest batch that fits with each change, and that of the step."""
-        batch = batch_of(self.step, axis, args)
+        self, budget: int, axis: int, args: BatchArgs, batch: int, chosen: Combination
+    ) -> dict[Combination, int]:
+        """The largest batch that fits with each change, given that of the step."""
         unit = max(_shards(x, axis) for _, x in self.step.batched(axis, args))
 
         def peak_with(changes: Combination) -> Callable[[int], int]:
@@ -245,7 +242,7 @@ class _Planner:
 
         effective = [each for each in self._rows() if not self._is_idle(each)]
         found = dict.fromkeys([(), *effective, chosen])
-        return {each: largest_batch(peak_with(each), budget, batch, unit) for each in found}, batch
+        return {each: largest_batch(peak_with(each), budget, batch, unit) for each in found}
 
     def _is_idle(self, changes: Combination) -> bool:
         """Whether a change leaves the program as it is."""
