@@ -29,7 +29,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from mpjax.kernels.derivatives import mapped_size, same_axes, vary_as
-from mpjax.kernels.families import Family
+from mpjax.kernels.families import Family, primitives
 from mpjax.program import compat
 
 # A score that no key has. (-inf would give NaN in a row without keys.)
@@ -265,11 +265,7 @@ class _Blocks(NamedTuple):
 
 # The primitives. Their operands are those arrays of `Operands` that are given, in order, and what follows them.
 
-forward_p, tangent_p, backward_p = (
-    Primitive("attention"),
-    Primitive("attention_tangent"),
-    Primitive("attention_backward"),
-)
+forward_p, tangent_p, backward_p = primitives("attention")
 
 
 class _Given(NamedTuple):

@@ -33,7 +33,7 @@ from jax.interpreters import ad, mlir
 
 from mpjax.kernels import weight_gradients
 from mpjax.kernels.block_dot import block_dot
-from mpjax.kernels.derivatives import define, set_derivative
+from mpjax.kernels.derivatives import define, set_derivative, total
 from mpjax.kernels.weight_gradients import dims_of, in_half_of
 from mpjax.program import compat
 from mpjax.program.formats import E4M3, multiplies_blocks
@@ -84,7 +84,7 @@ def multiply(
     dims = dims_of(params)
     a, b = (compat.vary_like(q.x, [p.x])[0] for p, q in (operands, operands[::-1]))
     options = {"half": half, "cotangents": cotangents, "half_gradients": half_gradients}
-    native = multiplies_blocks(compat.device()) and not compat.has_explicit_axes(a)
+    native = multiplies_blocks(compat.device()) and not compat.is_explicit(jax.typeof(a))
     return matmul.bind(a, b, dtypes=tuple(x.dtype for x in operands), result=half, native=native, **options, **dims)
 
 
@@ -213,9 +213,7 @@ def _tangent(primals: Sequence[Any], tangents: Sequence[Any], out: Any, params: 
     (a, b), (da, db) = primals, tangents
     parts = [(da, b)] if type(da) is not ad.Zero else []
     parts += [(a, db)] if type(db) is not ad.Zero else []
-    if not parts:
-        return compat.zero_tangent(out)
-    return functools.reduce(ad.add_jaxvals, (matmul.bind(*part, **params) for part in parts))
+    return total([matmul.bind(*part, **params) for part in parts], out)
 
 
 def _transpose(ct: Any, *operands: Any, **params: Any) -> Sequence[Any]:

@@ -28,7 +28,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from mpjax.kernels.derivatives import mapped_size, same_axes, vary_as
-from mpjax.kernels.families import Family
+from mpjax.kernels.families import Family, primitives
 from mpjax.program import compat
 
 # The logits of a block that exist at once.
@@ -271,8 +271,7 @@ def _parts(arrays: Sequence[Any], head: Head) -> tuple[Any, Any, Any, Any, Seque
 
 # The primitives: x, w, the bias and the factors if there are any, labels; then what follows.
 
-forward_p, tangent_p = Primitive("cross_entropy"), Primitive("cross_entropy_tangent")
-backward_p = Primitive("cross_entropy_backward")
+forward_p, tangent_p, backward_p = primitives("cross_entropy")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -87,6 +87,11 @@ def set_derivative(primitive: Any, tangent_of: Rule, which: Sequence[int] | None
     ad.primitive_transposes[primitive] = transpose
 
 
+def total(tangents: Sequence[Any], out: Any) -> Any:
+    """The sum of tangents of a result, some of which may be symbolic zeros."""
+    return functools.reduce(ad.add_tangents, tangents, compat.zero_tangent(out))
+
+
 def set_linear(primitive: Any, transpose: Rule) -> None:
     """Gives a primitive that is linear in its first operand its derivative: the primitive itself."""
 

@@ -24,6 +24,11 @@ from mpjax.program import compat
 from mpjax.program.objects import filled
 
 
+def primitives(name: str) -> tuple[Primitive, Primitive, Primitive]:
+    """New primitives for the forward pass of a function, its tangents and its backward pass."""
+    return Primitive(name), Primitive(f"{name}_tangent"), Primitive(f"{name}_backward")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Family:
     """The primitives of a function.

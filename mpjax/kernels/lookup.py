@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -49,7 +50,7 @@ def select(x: Any, indices: Any, params: dict[str, Any]) -> Any:
     inside = (at >= 0) & (at <= last)
     if params["mode"] == lax.GatherScatterMode.CLIP:
         at, inside = jnp.clip(at, 0, last), True
-    if compat.platform() == "tpu" or compat.has_explicit_axes(x):
+    if compat.platform() == "tpu" or compat.is_explicit(jax.typeof(x)):
         elements = jnp.sum(_compared(x, at, axis), axis, keepdims=True)
     else:
         x, at = derivatives.same_axes([x, jnp.clip(at, 0, last)])

@@ -44,7 +44,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from mpjax.kernels import block_scaled, weight_gradients
-from mpjax.kernels.derivatives import define, mapped_size, set_derivative, set_identity, set_no_derivative
+from mpjax.kernels.derivatives import define, mapped_size, set_derivative, set_identity, set_no_derivative, total
 from mpjax.kernels.weight_gradients import dims_of, in_half_of
 from mpjax.program import compat
 from mpjax.program.formats import E4M3, E5M2
@@ -264,10 +264,7 @@ def _tangent_of_tangent(primals: Sequence[Any], tangents: Sequence[Any], out: An
         if f"d{i}" in known and type(moved[f"x{1 - i}"]) is not ad.Zero:
             pair = known[f"d{i}"], moved[f"x{1 - i}"]
             parts.append(weight_gradients.tangent.bind(*(pair, pair[::-1])[i], **in_half_of(params)))
-    parts = [part for part in parts if type(part) is not ad.Zero] or parts[:1]
-    for part in parts[1:]:
-        parts[0] = ad.add_jaxvals(parts[0], part)
-    return parts[0]
+    return total(parts, out)
 
 
 def _tangent_transpose(ct: Any, *operands: Any, names: tuple[str, ...], **params: Any) -> Sequence[Any]:

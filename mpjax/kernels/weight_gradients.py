@@ -40,7 +40,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from mpjax.kernels import staging
-from mpjax.kernels.derivatives import define, set_derivative, set_identity, set_linear, set_no_derivative
+from mpjax.kernels.derivatives import define, set_derivative, set_identity, set_linear, set_no_derivative, total
 from mpjax.program import compat
 
 # By name: JAX's transpose rule of a ragged matmul needs a cotangent of another form.
@@ -206,9 +206,7 @@ def _tangent_of(operands: Sequence[Any], tangents: Sequence[Any], out: Any, para
         parts.append(tangent.bind(da, _loop_copy(b, params["half"]), *rest, **params))
     if type(db) is not ad.Zero:
         parts.append(tangent.bind(_loop_copy(a, params["half"]), db, *rest, **params))
-    if not parts:
-        return compat.zero_tangent(out)
-    return parts[0] if len(parts) == 1 else ad.add_jaxvals(*parts)
+    return total(parts, out)
 
 
 def _tangent_transpose(

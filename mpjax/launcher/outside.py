@@ -19,7 +19,7 @@ from mpjax.launcher.casts import SCOPE, CastCall, running_sites
 from mpjax.launcher.session import Session
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow, variables
-from mpjax.program.evaluator import bind_in_context, evaluate
+from mpjax.program.evaluator import bind_in_context, evaluate, run
 from mpjax.program.graph import Site, site_of, sub_jaxprs, walk
 from mpjax.program.primitives import primitive
 from mpjax.program.source import scopes
@@ -116,9 +116,8 @@ def _parted(jaxpr: Any, parameters: Collection[Any]) -> tuple[list[Any], list[An
         parts[part].append(eqn)
         return [_Fact(_joined(given), part)] * len(eqn.outvars)
 
-    ins = (*jaxpr.constvars, *jaxpr.invars)
-    env = {v: _Fact(_PARAMETERS if v in parameters else _DATA) for v in ins}
-    evaluate(jaxpr, env, rule, constant=lambda literal, eqn: _Fact(0))
+    ins = (_Fact(_PARAMETERS if v in parameters else _DATA) for v in (*jaxpr.constvars, *jaxpr.invars))
+    run(jaxpr, ins, rule, constant=lambda literal, eqn: _Fact(0))
     return parts
 
 
@@ -152,6 +151,5 @@ def _applies_parameters(eqn: Any, given: Sequence[_Fact]) -> bool:
         ins = [
             _Fact(every) if i is None or (is_loop and n >= sub.consts) else given[i] for n, i in enumerate(sub.operands)
         ]
-        env = dict.fromkeys(sub.opened.constvars, _Fact(_DATA)) | dict(zip(sub.opened.invars, ins, strict=True))
-        evaluate(sub.opened, env, rule, constant=lambda literal, eqn: _Fact(0))
+        run(sub.opened, [*[_Fact(_DATA)] * len(sub.opened.constvars), *ins], rule, lambda literal, eqn: _Fact(0))
     return found

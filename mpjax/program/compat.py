@@ -801,11 +801,6 @@ def explicit_cotangent_sharding(
     return sharding
 
 
-def has_explicit_axes(x: Any) -> bool:
-    """Whether an array is on a mesh with explicit axes."""
-    return is_explicit(jax.typeof(x))
-
-
 def is_explicit(aval: Any) -> bool:
     """Whether the array of an abstract value is on a mesh with explicit axes."""
     return bool(aval.sharding.mesh._any_axis_explicit)

@@ -112,10 +112,8 @@ def fates(jaxpr: Any) -> Fates:
         return [_combined(site.eqn, v, given) for v in site.outvars]
 
     def inside(block: Block, ins: Sequence[_Fact]) -> list[_Fact]:
-        env = block.environment(
-            [*ins, *[_Fact()] * (len(block.jaxpr.invars) - len(ins))], [_Fact()] * len(block.consts)
-        )
-        env.update(dict.fromkeys(block.jaxpr.constvars, _Fact()))
+        env = dict.fromkeys((*block.jaxpr.constvars, *block.jaxpr.invars), _Fact())
+        env.update(zip(block.jaxpr.invars, ins, strict=False))
         return evaluate(block, env, rule, constant=lambda literal, eqn: _Fact())
 
     outs = inside(block, [_Fact(inputs=1 << i) for i in range(len(block.jaxpr.invars))])
