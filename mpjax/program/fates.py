@@ -108,7 +108,7 @@ def fates(jaxpr: Any) -> Fates:
             received = _join(received, given[0])
             return [_Fact(inputs=given[0].inputs)]
         if site.blocks and (not site.is_loop or _has_marks(site.eqn)):
-            return site.results(given, inside, _join)
+            return site.results(given, inside, _join, iterations=len(given) + 1)
         return [_combined(site.eqn, v, given) for v in site.outvars]
 
     def inside(block: Block, ins: Sequence[_Fact]) -> list[_Fact]:

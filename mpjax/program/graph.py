@@ -130,6 +130,7 @@ class Site:
         run: Callable[[Any, Sequence[_T]], list[_T]],
         join: Callable[[_T, _T], _T],
         blocks: Sequence[Any] = (),
+        iterations: int = 2,
     ) -> list[_T]:
         """The facts of its results, for an equation with sub-jaxprs.
 
@@ -138,6 +139,8 @@ class Site:
             run: The facts of a block's outputs, given those of its inputs.
             join: The facts of a value that is one of two: of two branches, or before and after an iteration.
             blocks: Its sub-jaxprs in another form, each with `split`; its `blocks` if empty.
+            iterations: The most iterations of a loop that are read, until nothing changes. A value may pass from one
+                carried value to the next in each.
         """
         blocks = blocks or self.blocks
         if not self.is_loop:
@@ -145,9 +148,11 @@ class Site:
             return [functools.reduce(join, outs) for outs in zip(*branches, strict=True)]
         body, outs = blocks[-1], list[_T]()
         consts, carry, xs = body.split(given)
-        for _ in range(2):  # results of the first iteration are operands of the second
-            outs = run(body, [*consts, *carry, *xs])
-            carry = [join(old, new) for old, new in zip(carry, outs, strict=False)]
+        for _ in range(iterations):  # results of an iteration are operands of the next
+            outs, before = run(body, [*consts, *carry, *xs]), carry
+            carry = [join(old, new) for old, new in zip(before, outs, strict=False)]
+            if carry == before:
+                break
         return [*carry, *outs[len(carry) :]]
 
     def places(self) -> Iterator[Site]:

@@ -108,6 +108,17 @@ def unused(tx, p, s, x):
     return jax.value_and_grad(loss_fn)(p, x)[0]
 
 
+def late_by_three_steps_beside_the_update(tx, p, s, x):
+    def body(carry, x):
+        (p, s), m, *late = carry
+        g = jax.grad(loss_fn)(p, x)
+        return (updated(tx, g, s, p), minus(m, late[-1], -0.1), g, *late[:-1]), None
+
+    none = jax.tree.map(jnp.zeros_like, p)
+    (p, _), m, *_ = jax.lax.scan(body, ((p, s["tx"]), s["m"], none, none, none), jnp.stack([x] * 5))[0]
+    return p, m
+
+
 IN_FLOAT32 = [
     sgd_by_hand,
     adam_by_hand,
@@ -116,6 +127,7 @@ IN_FLOAT32 = [
     a_part_by_hand,
     flattened,
     an_average_beside_the_update,
+    late_by_three_steps_beside_the_update,
     a_line_search,
     attacked_data_returned,
     a_pullback_by_hand,
