@@ -88,8 +88,8 @@ def attention(operands: Operands, form: Form) -> Any:
     """
     if compat.under_jet():
         return formula(operands, form)[0]
-    given = _Given.of(operands)
-    return forward_p.bind(*same_axes(given.arrays), form=form, given=given.names)[0]
+    given = {name: y for name, y in operands._asdict().items() if y is not None}
+    return forward_p.bind(*same_axes([*given.values()]), form=form, given=tuple(given))[0]
 
 
 # The formulas.
@@ -266,18 +266,6 @@ class _Blocks(NamedTuple):
 # The primitives. Their operands are those arrays of `Operands` that are given, in order, and what follows them.
 
 forward_p, tangent_p, backward_p = primitives("attention")
-
-
-class _Given(NamedTuple):
-    """Which of the operands a primitive has."""
-
-    names: tuple[str, ...]
-    arrays: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, x: Operands) -> _Given:
-        kept = {name: y for name, y in x._asdict().items() if y is not None}
-        return cls(tuple(kept), tuple(kept.values()))
 
 
 def operands_of(names: Sequence[str], arrays: Sequence[Any]) -> Operands:

@@ -210,10 +210,8 @@ def _abstract_eval(a: Any, b: Any, **params: Any) -> Any:
 
 
 def _tangent(primals: Sequence[Any], tangents: Sequence[Any], out: Any, params: dict[str, Any]) -> Any:
-    (a, b), (da, db) = primals, tangents
-    parts = [(da, b)] if type(da) is not ad.Zero else []
-    parts += [(a, db)] if type(db) is not ad.Zero else []
-    return total([matmul.bind(*part, **params) for part in parts], out)
+    pairs = zip(((tangents[0], primals[1]), (primals[0], tangents[1])), tangents, strict=True)
+    return total([matmul.bind(*pair, **params) for pair, t in pairs if type(t) is not ad.Zero], out)
 
 
 def _transpose(ct: Any, *operands: Any, **params: Any) -> Sequence[Any]:

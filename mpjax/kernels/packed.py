@@ -156,14 +156,10 @@ def _elements(x: Any, exponents: Any, *, packing: Packing) -> Any:
     return elements.astype(packing.dtype)
 
 
-def _elements_abstract_eval(x: Any, exponents: Any, *, packing: Packing) -> Any:
-    return x.update(dtype=packing.dtype, weak_type=False)
-
-
 packed_exponents = Primitive("packed_exponents")
 packed_elements = Primitive("packed_elements")
 define(packed_exponents, _exponents, _exponents_abstract_eval)
-define(packed_elements, _elements, _elements_abstract_eval)
+define(packed_elements, _elements, lambda x, exponents, packing: x.update(dtype=packing.dtype, weak_type=False))
 set_no_derivative(packed_exponents)
 set_no_derivative(packed_elements)
 

@@ -241,17 +241,14 @@ def _in_two_transpose(ct: Any, *operands: Any, half: Any) -> Any:
     return [high, ct - high]
 
 
-for _each, _transpose in (
-    (_rounded_back, lambda ct, x, half: [_rounded(ct, half)]),
-    (_in_two, _in_two_transpose),
-):
-    set_identity(_each, in_front(_each))
-    set_derivative(
-        _each,
-        lambda primals, tangents, out, params, _each=_each: _each.bind(*map(ad.instantiate_zeros, tangents), **params),
-        None,
-        _transpose,
-    )
+def _in_two_tangent(primals: Any, tangents: Any, out: Any, params: Any) -> Any:
+    return _in_two.bind(*map(ad.instantiate_zeros, tangents), **params)
+
+
+set_identity(_rounded_back, in_front(_rounded_back))
+set_linear(_rounded_back, lambda ct, x, half: [_rounded(ct, half)])
+set_identity(_in_two, in_front(_in_two))
+set_derivative(_in_two, _in_two_tangent, None, _in_two_transpose)
 
 # The identity on the maximum of the rows of a softmax, which XLA must not fuse with its readers.
 #

@@ -163,12 +163,8 @@ def remember_copy(low: Any, full: Any, copies: Any = _copies) -> None:
 
 def copy_of(x: Any, dtype: Any, copies: Any = _copies) -> Any:
     """The copy of a tracer that the forward pass made in the same trace; None if there is none."""
-    full, low = (reference() for reference in copies.get((id(x), np.dtype(dtype)), (_nothing, _nothing)))
+    full, low = (reference() for reference in copies.get((id(x), np.dtype(dtype)), (lambda: None,) * 2))
     return low if full is x and low is not None and compat.same_trace(low, x) else None
-
-
-def _nothing() -> None:
-    return None
 
 
 def _note_copy(out: Any, low: Any, *full: Any, in_loop: bool = False) -> None:

@@ -503,13 +503,10 @@ def new_variable(v: Any) -> Any:
 
 def common_scopes(eqns: Sequence[Any]) -> Any:
     """The named scopes that enclose all of these equations."""
-    first, *rest = (eqn.source_info.name_stack for eqn in eqns)
-    count = len(first.stack)
-    for other in rest:
-        count = min(count, len(other.stack))
-        while first.stack[:count] != other.stack[:count]:
-            count -= 1
-    return first[:count]
+    stacks = [eqn.source_info.name_stack for eqn in eqns]
+    levels = zip(*(stack.stack for stack in stacks), strict=False)
+    shared = itertools.takewhile(lambda scopes: scopes.count(scopes[0]) == len(scopes), levels)
+    return stacks[0][: len([*shared])]
 
 
 def in_scopes(scopes: Any = None) -> Any:
