@@ -14,7 +14,7 @@ from mpjax.loss_scale.cotangents import OVERWRITE_WITH_GRADIENT, is_differentiab
 from mpjax.loss_scale.restoring import keep_if_finite
 from mpjax.loss_scale.state import check_wiring, contains_state
 from mpjax.policy import path_string
-from mpjax.program.objects import is_of_nnx
+from mpjax.program.objects import held, is_of_nnx
 
 State = TypeVar("State")
 Params = TypeVar("Params")
@@ -242,10 +242,7 @@ def merge(new: Any, params: Any) -> Any:
 
 def _is_equinox(tree: Any) -> bool:
     equinox = sys.modules.get("equinox")
-    if equinox is None:
-        return False
-    is_module = lambda x: isinstance(x, equinox.Module)  # noqa: E731
-    return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
+    return equinox is not None and bool(held(tree, lambda x: isinstance(x, equinox.Module)))
 
 
 def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:

@@ -14,6 +14,8 @@ import jmp
 import numpy as np
 import optax
 
+from mpjax.program.objects import held
+
 _CAUSES = {
     "loss": "the loss itself was inf or NaN in the last {losses} of them, an overflow of the forward pass, so the loss "
     "scale is not at fault and was kept. Either training has diverged (lower the learning rate, clip gradients), or "
@@ -96,8 +98,7 @@ def find_loss_scale_state(opt_state: Any) -> LossScaleState:
         LossScaleWarning: a transformation wrapped around loss scaling hides overflows from it.
     """
     tree = getattr(opt_state, "opt_state", opt_state)
-    leaves = jax.tree.leaves(tree, is_leaf=_is_state)
-    found = [leaf for leaf in leaves if isinstance(leaf, LossScaleState)]
+    found: list[LossScaleState] = held(tree, _is_state)
     if len(found) == 1:
         check_wiring(tree)
         return found[0]
@@ -126,7 +127,7 @@ def _is_state(x: Any) -> bool:
 
 def contains_state(tree: Any) -> bool:
     """Whether there is a `LossScaleState` at any depth of a tree."""
-    return any(map(_is_state, jax.tree.leaves(tree, is_leaf=_is_state)))
+    return bool(held(tree, _is_state))
 
 
 # The warning about a transformation around loss scaling, by the type of its state.
@@ -194,8 +195,7 @@ def _miswirings(node: Any) -> Iterator[str]:
 
 def roundings(state: Any) -> list[str]:
     """The names of the transformations in a state that make up for the rounding of half params, by `rounds_params`."""
-    keeps = lambda x: hasattr(x, "rounds_params")  # noqa: E731
-    return [x.rounds_params for x in jax.tree.leaves(state, is_leaf=keeps) if keeps(x)]
+    return [x.rounds_params for x in held(state, lambda x: hasattr(x, "rounds_params"))]
 
 
 def loss_scale_of(opt_state: Any) -> jax.Array:

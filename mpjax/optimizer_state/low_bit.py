@@ -19,6 +19,7 @@ from mpjax.loss_scale.applying import Transformation, apply_gradients, as_transf
 from mpjax.optimizer_state.masters import MasterWeightsState
 from mpjax.optimizer_state.rounding import KahanState, key_from, next_words
 from mpjax.policy import path_matches, path_string
+from mpjax.program.objects import held
 
 FLOAT8 = np.dtype(jnp.float8_e4m3fn)
 _DTYPES = {
@@ -161,13 +162,11 @@ def _load(state: Any) -> Any:
 
 def _refuse_masters(state: Any) -> None:
     holders = (MasterWeightsState, KahanState)
-    for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, holders)):
-        if isinstance(x, holders):
-            name = "master_weights" if isinstance(x, MasterWeightsState) else "kahan"
-            raise ValueError(
-                f"low_bit_state: the wrapped optimizer holds the state of {name}, whose precision low bits would "
-                f"destroy. Wrap the other way round: {name}(low_bit_state(tx))."
-            )
+    for x in held(state, lambda x: isinstance(x, holders)):
+        raise ValueError(
+            f"low_bit_state: the wrapped optimizer holds the state of {x.rounds_params}, whose precision low bits "
+            f"would destroy. Wrap the other way round: {x.rounds_params}(low_bit_state(tx))."
+        )
 
 
 def _refuse_unused(keep: Sequence[str], state: Any) -> None:

@@ -27,9 +27,14 @@ def is_nnx_object(x: Any) -> bool:
     return is_of_nnx(x, "Pytree")
 
 
+def held(tree: Any, is_part: Callable[[Any], bool]) -> list[Any]:
+    """The parts of a tree for which something is true, at any depth, but not those inside of them."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_part) if is_part(x)]
+
+
 def contains_nnx_object(tree: Any) -> bool:
     """Whether a tree holds an NNX module at any depth."""
-    return any(map(is_nnx_object, jax.tree.leaves(tree, is_leaf=is_nnx_object)))
+    return bool(held(tree, is_nnx_object))
 
 
 def is_stateful(x: Any) -> bool:
@@ -39,7 +44,7 @@ def is_stateful(x: Any) -> bool:
 
 def contains_state(tree: Any) -> bool:
     """Whether a tree holds an NNX object or Variable at any depth."""
-    return any(map(is_stateful, jax.tree.leaves(tree, is_leaf=is_stateful)))
+    return bool(held(tree, is_stateful))
 
 
 def filled(values: Iterable[Any], places: Iterable[int], others: Iterable[Any]) -> list[Any]:
