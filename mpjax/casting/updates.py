@@ -1,4 +1,4 @@
-"""What a program updates, `x = x + f(x)`: a state that steps of one map share, or an input.
+"""What a program updates, `x = x + f(x)` or `x * f(x)`: a state that steps of one map share, or an input.
 
 Such a value collects a rounding of each step if it is stored in half; the matmuls that read it do not need that. The
 layers of a network have the same form, but each multiplies other parameters: see `streams`.
@@ -36,7 +36,8 @@ class Contents(NamedTuple):
     """What a value contains and depends on.
 
     Args:
-        terms: The inputs that it is a sum of, or of products of them, and what was added to each.
+        terms: The inputs that it follows from element by element, in a sum or product or otherwise, and what was added
+            to each.
         inputs: The inputs that it depends on.
         moved: The input whose elements it has, if it has those of one.
         number: Whether it is a number, or one in each element.
@@ -105,7 +106,7 @@ def _result(eqn: Any, read: Sequence[Contents]) -> Contents:
     if not arrays:
         return Contents(inputs=inputs, number=row.elementwise or row.moves or row.whole or row.exact)
     if row.scales and len(arrays) > 1:
-        # What decays, `decay * state + new`, is still a sum; `state * gate(state)` is `state + state * (gate - 1)`.
+        # What decays, `decay * state + new`, is still a sum.
         multiplied = arrays[:1] if eqn.primitive.name == "div" else arrays
         terms = _merged([x.terms for x in multiplied], Added.NOTHING)
         own = {i: Added.TERM for i in terms if any(i in x.inputs and i not in x.terms for x in arrays)}
@@ -164,7 +165,10 @@ def _through(eqn: Any, read: Sequence[Contents], products: list[Product]) -> lis
 
 
 def added_to(body: SubJaxpr, i: int) -> Added:
-    """What the body of a loop adds to the `i`-th value of its carry, or to a product of it: `gate * state + new`."""
+    """What the body of a loop adds to the `i`-th value of its carry, or to what it makes of it element by element.
+
+    To multiply it by a function of it adds as well: `state * gate(state)` is `state + state * (gate(state) - 1)`.
+    """
     return summary(body.jaxpr).outs[i].terms.get(body.consts + i, Added.NOTHING)
 
 
