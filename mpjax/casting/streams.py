@@ -223,8 +223,11 @@ def _chooses(eqn: Any) -> bool:
 
 
 def _is_layer(flow: Dataflow, eqn: Any, state: Any, v: Any) -> bool:
-    """Whether an operand of an equation is what a layer computes from a state. Cotangents depend on all values."""
-    return phase_of(scopes(eqn)) != BACKWARD and flow.depends([v], state)
+    """Whether an operand of an equation is what a layer computes from a state, or multiplies a cotangent by."""
+    if phase_of(scopes(eqn)) == BACKWARD:
+        maker = flow.maker(v)
+        return maker is not None and phase_of(scopes(maker)) != BACKWARD
+    return flow.depends([v], state)
 
 
 @once_per_jaxpr
