@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from mpjax.casting.lattice import FULL, HALF, Storage, storage_of
@@ -76,21 +77,43 @@ class _Planned:
         return BACKWARD if self.rule == BACKWARD else self.site.phase
 
 
-def _planned(plan: Plan, around: Site | None = None, recomputed: bool = False, rule: str = "") -> Iterator[_Planned]:
-    """Each equation of a plan, including those of sub-jaxprs and derivative rules."""
+def _planned(
+    plan: Plan,
+    around: Site | None = None,
+    recomputed: bool = False,
+    rule: str = "",
+    kept: Mapping[Any, str] = MappingProxyType({}),
+) -> Iterator[_Planned]:
+    """Each equation of a plan, including those of sub-jaxprs and derivative rules.
+
+    `kept` has the formats of the inputs that a call around the plan keeps in fewer bits.
+    """
+    kept = dict(kept)
     for part in plan.eqns:
         is_recomputed = recomputed or isinstance(part, RematRegion)
-        packed = formats_of_packs(part, plan.setting)
+        own = formats_of_packs(part, plan.setting)
+        packed = kept | own if own else kept
         for step in part.eqns if isinstance(part, RematRegion) else (part,):
             site = site_of(step.eqn, around, plan.setting.owners)
             format = next((packed[v] for v, _ in step.all_reads if v in packed), "")
+            if format and step.listing.op in _SILENT:  # What reads its result has a row.
+                packed.update(dict.fromkeys(step.outvars, format))
             yield _Planned(site, step, plan.setting.half.name, is_recomputed, rule, format)
             if is_left_alone(step):
                 yield from _left_alone(site, step, plan.setting.half.name, is_recomputed, rule)
+            inside = _inside(step, packed)
             for inner in step.plans:
-                yield from _planned(inner, site, is_recomputed, rule)
+                yield from _planned(inner, site, is_recomputed, rule, inside)
             for inner in step.rules:
                 yield from _planned(inner, site, False, BACKWARD if inner is step.backward else rule or FORWARD)
+
+
+def _inside(step: Step, packed: Mapping[Any, str]) -> dict[Any, str]:
+    """The formats of the inputs of a call's program."""
+    if not packed or [len(inner.invars) for inner in step.plans] != [len(step.eqn.invars)]:
+        return {}
+    pairs = zip(step.eqn.invars, step.plans[0].invars, strict=True)
+    return {w: packed[v] for v, w in pairs if not isinstance(v, compat.Literal) and v in packed}
 
 
 def _left_alone(site: Site, step: Step, *rest: Any) -> Iterator[_Planned]:

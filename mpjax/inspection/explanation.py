@@ -104,7 +104,8 @@ class Explanation(Report):
 def _cells(module: str, alike: Sequence[Row]) -> tuple[str, ...]:
     """One line of the table. Operations that follow the dtypes of their operands may be several."""
     first, reasons = alike[0], dict.fromkeys(row.why for row in alike)
-    why = next(iter(reasons)) if len(reasons) == 1 else "infer: follows its operands"
+    kept = dict.fromkeys(filter(None, (why.partition("; ")[2] for why in reasons)))  # for the backward pass
+    why = next(iter(reasons)) if len(reasons) == 1 else "; ".join(("infer: follows its operands", *kept))
     return (
         module or "-",
         first.source,

@@ -445,6 +445,29 @@ def test_explain_names_the_format():
     assert not any("int8" in row.why for row in mpjax.explain(cast(loss, "half"), weights(), normal(32, 64)).rows)
 
 
+def test_explain_names_the_format_of_what_a_checkpoint_keeps():
+    """It has no row of its own: the first rows inside say it."""
+    fun = cast(lambda w, x: jnp.mean(jax.checkpoint(layer)(w, x @ w[2]) ** 2), "int8")
+    kept = {row.op for row in mpjax.explain(fun, weights(), normal(32, 64)).rows if "int8 for the back" in row.why}
+    assert kept == {"reduce_sum", "sub"}
+
+
+def test_the_table_of_explain_says_what_the_rows_of_a_line_keep():
+    """The line of an LSTM's gates said nothing: its rows only follow their operands."""
+
+    def step(carry, _):
+        cell, x = carry
+        gates = x @ (w := weights())[0]
+        forget, candidate = jax.nn.sigmoid(1 + gates[:, :64]), jnp.tanh(gates[:, 64:128])
+        cell = forget * cell + (1 - forget) * candidate
+        return (cell, jnp.tanh(cell) @ w[2]), None
+
+    fun = cast(lambda x: jnp.sum(jax.lax.scan(step, (jnp.zeros_like(x), x), None, length=4)[0][1]), "int8")
+    table = " ".join(str(mpjax.explain(fun, normal(32, 64))).split())
+    assert "infer: follows its operands; int8 for the backward pass" in table
+    assert "infer: follows its operands; bfloat16 for the backward pass" in table
+
+
 def test_an_overflow_of_float16_is_seen_in_the_gradients():
     tx = mpjax.dynamic_loss_scale(optax.sgd(0.1), init_scale=2.0**24)
     w, x = weights(), 1e4 * normal(32, 64)
