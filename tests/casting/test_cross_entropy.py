@@ -136,6 +136,12 @@ def outside(params, x, y):
     return one_hot(params, x, y.at[0, 0].set(V + 3).at[1, 1].set(-1))
 
 
+def of_a_layer_of_each_token(params, x, y):
+    """Equinox's layers multiply a vector: JAX swaps the operands, and transposes the result."""
+    logits = jax.vmap(lambda h: params[1] @ h + params[2])(x.reshape(-1, D))
+    return -jnp.mean(jax.vmap(lambda z, y: jax.nn.log_softmax(z)[y])(logits, y.reshape(-1)))
+
+
 def of_each_row(params, x, y):
     """Equinox's layers map one row: weights come first, and JAX moves the vocabulary behind the rows."""
     _, table, b = params
@@ -236,9 +242,9 @@ LOSSES = {
     for f in (
         log_softmax, integer_labels, one_hot, smoothed, logsumexp, z_loss, compared, tied, biased_and_cold, capped,
         shifted_and_ignored, flat, indexed, indexed_by_rows, with_accuracy, policy_gradient, jitted, checkpointed,
-        scanned, mapped, outside, of_each_row, rows_behind_and_swapped, on_and_off_values, smoothed_where,
-        padded_vocabulary, padded_and_biased, labels_in_the_padding, padded_then_scaled_and_capped, summed_at_once,
-        contracted, named_and_divided_by_a_root, at_a_learned_temperature, biased_scaled_and_capped,
+        scanned, mapped, outside, of_a_layer_of_each_token, of_each_row, rows_behind_and_swapped, on_and_off_values,
+        smoothed_where, padded_vocabulary, padded_and_biased, labels_in_the_padding, padded_then_scaled_and_capped,
+        summed_at_once, contracted, named_and_divided_by_a_root, at_a_learned_temperature, biased_scaled_and_capped,
         weighted_in_the_labels, weighted_by_learned_weights, focal,
     )
 }  # fmt: skip
@@ -420,8 +426,20 @@ def test_labels_in_a_dtype_that_counts_no_whole_vocabulary_hit_as_they_are_writt
     assert found == expected
 
 
-@pytest.mark.parametrize("loss", [log_softmax, integer_labels, one_hot, at_a_learned_temperature])
+def labels_of_all(params, x, y):
+    """Each device has the same labels."""
+    return one_hot(params, x, jnp.arange(y.size).reshape(y.shape) % V)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        log_softmax, integer_labels, one_hot, smoothed, biased_and_cold, padded_vocabulary, labels_of_all,
+        at_a_learned_temperature,
+    ],
+)  # fmt: skip
 def test_tokens_may_be_shared_in_a_shard_map_that_checks_axes(loss):
+    """One-hot labels stayed as they are written, without a word."""
     mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
     (_, (w, _, bias)), x, y = arguments()
 

@@ -23,6 +23,7 @@ from mpjax.casting.cross_entropy.labels import (
     row_of,
     scalar_of,
     times,
+    unvaried,
     weighted,
 )
 from mpjax.casting.setting import tracked
@@ -79,6 +80,8 @@ class Found(NamedTuple):
 
     Args:
         matmul: Its equation.
+        swapped: Whether its first operand has the vocabulary.
+        vocabulary: The size of it.
         steps: What is done to the product, as in `Head`.
         moves: The moves of rows between the product and the loss.
         bias: The bias before it was broadcast; None without one.
@@ -91,6 +94,8 @@ class Found(NamedTuple):
     """
 
     matmul: Any
+    swapped: bool
+    vocabulary: int
     steps: tuple[tuple[str, float], ...]
     moves: tuple[Any, ...]
     bias: Any
@@ -107,7 +112,8 @@ class _Search:
 
     def __init__(self, flow: Dataflow, matmul: Any):
         self.flow, self.matmul = flow, matmul
-        self.size = vocabulary_of(matmul)
+        self.swapped = _weights_first(flow, matmul)
+        self.size = int(matmul.outvars[0].aval.shape[0 if self.swapped else -1])
         self.steps: list[tuple[str, float]] = []
         self.moves: list[Any] = []
         self.bias: Any = None
@@ -139,14 +145,14 @@ class _Search:
         if any(compat.is_explicit(v.aval) for v in self.matmul.invars):
             raise Refused("its arrays are on a mesh with explicit axes: jax.sharding.auto_axes around the loss")
         return Found(
-            self.matmul, tuple(self.steps), tuple(self.moves), self.bias, self.factor, self.padding,
-            frozenset(map(id, self.inside)), tuple(self.reads), tuple(self.labels), self.shape,
+            self.matmul, self.swapped, self.size, tuple(self.steps), tuple(self.moves), self.bias, self.factor,
+            self.padding, frozenset(map(id, self.inside)), tuple(self.reads), tuple(self.labels), self.shape,
         )  # fmt: skip
 
     def _head(self) -> Any:
         """The logits after scales, bias, cap and moves of their rows: the last value with a single reader."""
         v: Any = self.matmul.outvars[0]
-        if weights_first(self.matmul):
+        if self.swapped:
             readers = self.flow.readers.get(v, ())
             moved = next((eqn for eqn in readers if eqn.primitive.name == "transpose"), None)
             if moved is None or len(readers) > 1 or moved.params["permutation"][-1] != 0:
@@ -206,7 +212,7 @@ class _Search:
             return None
         if other.aval.shape == (*(1 for _ in shape[:-1]), shape[-1]):
             return other
-        maker = self.flow.maker(other)
+        maker = self.flow.maker(unvaried(self.flow, other))
         if maker is None or maker.primitive.name != "broadcast_in_dim":
             return None
         (source,) = maker.invars
@@ -390,7 +396,8 @@ def losses(flow: Dataflow) -> Iterator[tuple[Any, Found | str]]:
             try:
                 yield eqn, search.run()
             except Refused as why:
-                if search.is_loss or search.reads or _is_normalised(flow, eqn.outvars[0]):
+                exponentials = any(isinstance(kind, Exponential) for kind in search.known.values())
+                if search.is_loss or exponentials or _is_normalised(flow, eqn.outvars[0]):
                     yield eqn, str(why)
         elif _multiplies_rows(eqn) and all(map(is_half, eqn.invars)) and _is_normalised(flow, eqn.outvars[0]):
             yield eqn, "the program casts its operands to half itself: autocast does so, if they are float32"
@@ -413,16 +420,10 @@ def _is_normalised(flow: Dataflow, v: Any) -> bool:
     return False
 
 
-def weights_first(matmul: Any) -> bool:
+def _weights_first(flow: Dataflow, matmul: Any) -> bool:
     """Whether the weights are the first operand of a matmul, and the vocabulary the first dimension of its result."""
-    w, x = matmul.invars
-    return bool(w.aval.ndim == 2 and x.aval.ndim > 2)
-
-
-def vocabulary_of(matmul: Any) -> int:
-    """The size of the vocabulary."""
-    shape = matmul.outvars[0].aval.shape
-    return int(shape[0] if weights_first(matmul) else shape[-1])
+    w, x = (v.aval.ndim for v in matmul.invars)
+    return w == 2 and (x > 2 or [eqn.primitive.name for eqn in flow.readers[matmul.outvars[0]]] == ["transpose"])
 
 
 def _is_head(flow: Dataflow, eqn: Any) -> bool:
@@ -434,5 +435,4 @@ def _multiplies_rows(eqn: Any) -> bool:
     if eqn.primitive.name != "dot_general":
         return False
     ((left, right), (batch, _)) = eqn.params["dimension_numbers"]
-    x, w = reversed(eqn.invars) if weights_first(eqn) else eqn.invars
-    return len(left) == len(right) == 1 and not batch and w.aval.ndim == 2 and x.aval.ndim >= 2
+    return len(left) == len(right) == 1 and not batch and min(v.aval.ndim for v in eqn.invars) == 2

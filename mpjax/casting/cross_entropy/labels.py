@@ -43,8 +43,16 @@ def weighted(labels: Labels, how: str, weight: Any) -> Labels | None:
     return None if weight is None else labels._replace(weights=(*labels.weights, (how, weight)))
 
 
+def unvaried(flow: Dataflow, x: Any) -> Any:
+    """An operand before it is marked as one that differs by device of a `shard_map`."""
+    while (maker := flow.maker(x)) is not None and maker.primitive.name == "pvary":
+        x = maker.invars[list(maker.outvars).index(x)]
+    return x
+
+
 def number_of(flow: Dataflow, x: Any) -> float | None:
     """The one number that all elements of an operand are; None if they aren't."""
+    x = unvaried(flow, x)
     if isinstance(x, compat.Literal):
         return float(np.asarray(x.val)) if np.ndim(x.val) == 0 else None
     maker = flow.maker(x)
@@ -74,10 +82,8 @@ def scalar_of(flow: Dataflow, x: Any) -> Any:
 
 def labels_of(flow: Dataflow, x: Any, shape: Sequence[int]) -> Labels | None:
     """An operand as numbers that differ at labels only."""
-    if x.aval.shape != tuple(shape):
-        return None
-    eqn = flow.maker(x)
-    if eqn is None:
+    eqn = flow.maker(unvaried(flow, x))
+    if eqn is None or x.aval.shape != tuple(shape):
         return None
     name, ins = eqn.primitive.name, eqn.invars
     if name == "select_n" and len(ins) == 3:
@@ -112,7 +118,7 @@ def labels_of(flow: Dataflow, x: Any, shape: Sequence[int]) -> Labels | None:
 
 def _counts(flow: Dataflow, x: Any, size: int) -> bool:
     """Whether an operand counts the vocabulary, in a dtype that holds its numbers."""
-    while (eqn := flow.maker(x)) is not None and _holds(x.aval.dtype, size):
+    while (eqn := flow.maker(unvaried(flow, x))) is not None and _holds(x.aval.dtype, size):
         name = eqn.primitive.name
         if name == "iota":
             return bool(eqn.params["dimension"] == x.aval.ndim - 1 and x.aval.shape[-1] == size)
@@ -131,7 +137,7 @@ def row_of(flow: Dataflow, x: Any, rows: Sequence[int]) -> Any:
     """The variable that an operand is made of that is the same for all of the vocabulary; None if it isn't."""
     if not isinstance(x, compat.Literal) and x.aval.shape == (*rows, 1):
         return x
-    eqn = None if isinstance(x, compat.Literal) else flow.maker(x)
+    eqn = flow.maker(unvaried(flow, x))
     if eqn is None or eqn.primitive.name != "broadcast_in_dim":
         return None
     (source,) = eqn.invars

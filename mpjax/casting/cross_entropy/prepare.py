@@ -14,7 +14,7 @@ from jax import lax
 
 from mpjax.casting.attention.prepare import inlined
 from mpjax.casting.classify import classify
-from mpjax.casting.cross_entropy.find import Found, losses, vocabulary_of, weights_first
+from mpjax.casting.cross_entropy.find import Found, losses
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY, HeadOptions
 from mpjax.casting.setting import Setting
 from mpjax.kernels.cross_entropy import Head
@@ -48,7 +48,7 @@ def _written(eqns: Sequence[Any], found: Found) -> list[Any]:
     """The equations of a program with a loss from statistics in place of its logits."""
     x, w = found.matmul.invars
     ((i,), (j,)), _ = found.matmul.params["dimension_numbers"]
-    if weights_first(found.matmul):
+    if found.swapped:
         x, w, i, j = w, x, j, i
     new: list[Any] = []
 
@@ -62,7 +62,7 @@ def _written(eqns: Sequence[Any], found: Found) -> list[Any]:
     x = x if plain else _spliced(rows, [x], new, found.matmul)
     added = [v for v in (found.bias, found.padding and found.padding.mask) if v is not None]
     bias = [_spliced(functools.partial(_bias, found), added, new, found.matmul)] if added else []
-    vocabulary = vocabulary_of(found.matmul)
+    vocabulary = found.vocabulary
     factor = []
     if found.factor is not None:
         how, scalar = found.factor
