@@ -168,7 +168,7 @@ def autocast(fun: Any = None, policy: Any = "mixed_float16", *, rules: Rules | N
         checks.check_inputs(program, policy)
         checks.check_device(setting)
         checks.check_plan(plan, policy, rules)
-        checks.check_residuals(program, setting)
+        checks.check_options(program, plan, rules)
         return finish(run_planned(program, plan))
 
     vars(wrapped)[_ATTRIBUTE] = Autocast(wrapped, fun, policy, rules)

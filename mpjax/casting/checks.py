@@ -10,7 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.classify import BY_PRECISION, EXACT, OPAQUE
+from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
 from mpjax.casting.plan import Plan
 from mpjax.casting.policies import origin_of, scaled_origin_of
 from mpjax.casting.rows import Row, rows_of
@@ -91,19 +93,34 @@ def check_device(setting: Setting) -> None:
             _warn(f"autocast: {why}")
 
 
-def check_residuals(program: TracedCall, setting: Setting) -> None:
-    """Warns if residuals are to be stored in eight bits, and the function returns gradients that it takes itself."""
-    if setting.rules.residuals not in PACKINGS:
-        return
+def check_options(program: TracedCall, plan: Plan, rules: Rules | None) -> None:
+    """Warns about options of the caller's `Rules` that change nothing in a program."""
+    rules, counts = rules or Rules(), plan.counts
     flow = dataflow(program.jaxpr)
     arrays = [v for v in flow.returned if getattr(v.aval, "shape", ())]
-    if BACKWARD in passes_of(flow.before(arrays)):
+    if rules.residuals in PACKINGS and BACKWARD in passes_of(flow.before(arrays)):
         _warn(
-            f"autocast: Rules(residuals={setting.rules.residuals!r}) is for what derivatives of this function keep, "
-            "but it takes its gradient itself, and what that keeps stays in half. Differentiate what autocast returns: "
+            f"autocast: Rules(residuals={rules.residuals!r}) is for what derivatives of this function keep, but it "
+            "takes its gradient itself, and what that keeps stays in half. Differentiate what autocast returns: "
             "jax.grad(mpjax.autocast(loss_fn, policy, rules=rules)).",
             UnusedRuleWarning,
         )
+    elif rules.residuals in PACKINGS and not counts.packed:
+        _warn(
+            f"autocast: Rules(residuals={rules.residuals!r}) keeps nothing of this program in eight bits. Rows of "
+            "fewer than 16 elements stay in half, and so does what a jax.checkpoint with a policy or a jax.custom_vjp "
+            "saves, and what a derivative would amplify the rounding of. See mpjax.audit(fun, *args).",
+            UnusedRuleWarning,
+        )
+    for option, primitive in (("attention", ATTENTION), ("cross_entropy", CROSS_ENTROPY)):
+        choice = getattr(rules, option)
+        if choice not in ("auto", "unfused") and primitive.name not in counts.primitives:
+            reasons = sorted(why for kind, why in counts.unfused if kind == option) or ["none was found"]
+            _warn(
+                f"autocast: Rules({option}={choice!r}) fuses nothing of this program: {'; '.join(reasons)}. "
+                "See mpjax.explain(fun, *args).",
+                UnusedRuleWarning,
+            )
 
 
 def check_plan(plan: Plan, policy: Policy, rules: Rules | None) -> None:

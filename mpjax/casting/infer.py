@@ -76,6 +76,7 @@ def plan_jaxpr(jaxpr: Any, ins: tuple[Inferred | None, ...], wanted: tuple[Use, 
         program = prepared(jaxpr, setting)
         known[key] = Inference(program.jaxpr, ins, wanted, setting).plan()
         known[key].unfused = program.refused
+        known[key].counts += MatmulCounts(unfused=frozenset((kind, why) for kind, _, why in program.refused))
     return known[key]
 
 
@@ -127,7 +128,7 @@ class Inference:
             steps = with_regions(steps, self.values, self.uses, self.log, self.setting.packs, rounds)
             mark_gated(steps, self.values, jaxpr)
             if self.setting.packs:
-                mark_packed(steps, self.values, jaxpr)
+                self.counts += MatmulCounts(packed=mark_packed(steps, self.values, jaxpr))
         in_reads = tuple(self.reads.get(v, 0) for v in jaxpr.invars)
         return Plan(
             self.setting, steps, jaxpr.invars, jaxpr.constvars, jaxpr.outvars, self.ins, outs, in_reads,

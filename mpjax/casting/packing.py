@@ -64,8 +64,10 @@ def formats_of_packs(part: Step | RematRegion, setting: Setting) -> dict[Any, st
     return {v: setting.half.name if storage == FULL else setting.rules.residuals for v, storage in reads}
 
 
-def mark_packed(parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferred], jaxpr: Any) -> None:
+def mark_packed(parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferred], jaxpr: Any) -> int:
     """Adds to `packs` of the steps and regions of a plan the half operands that their derivatives read packed.
+
+    Returns their number.
 
     Args:
         parts: The steps and regions.
@@ -74,8 +76,12 @@ def mark_packed(parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferr
     """
     places = [list(_places(part, jaxpr)) for part in parts]
     kept = {v for part in parts for v in _kept_in_half(part, jaxpr)}
+    count = 0
     for part, found in zip(parts, places, strict=True):
-        part.packs += tuple(i for i, v in found if v not in kept and _is_activation(v, values))
+        packed = tuple(i for i, v in found if v not in kept and _is_activation(v, values))
+        part.packs += packed
+        count += len(packed)
+    return count
 
 
 def _is_activation(v: Any, values: Mapping[Any, Inferred]) -> bool:

@@ -126,6 +126,9 @@ class MatmulCounts:
         hidden: Primitives that are not entered and may contain matmuls, each with its line.
         scaled: Those in a format with scales.
         why_not_scaled: Why others are not.
+        packed: The operands of which derivatives keep eight bits.
+        primitives: Of those cast, the primitives; a fused attention or loss is one.
+        unfused: The kinds of what is not fused, each with a reason.
     """
 
     cast: int = 0
@@ -136,6 +139,9 @@ class MatmulCounts:
     hidden: frozenset[str] = frozenset()
     scaled: int = 0
     why_not_scaled: frozenset[str] = frozenset()
+    packed: int = 0
+    primitives: frozenset[str] = frozenset()
+    unfused: frozenset[tuple[str, str]] = frozenset()
 
     def __add__(self, other: MatmulCounts) -> MatmulCounts:
         if other is NOTHING:
@@ -203,7 +209,7 @@ def counts_of(step: Step) -> MatmulCounts:
         counts = dataclasses.replace(counts, loops=loops - {""} | {line})
     if is_matmul:
         if step.half:
-            counts += MatmulCounts(cast=1)
+            counts += MatmulCounts(cast=1, primitives=frozenset({step.eqn.primitive.name}))
         elif all(v.aval.dtype in HALF_DTYPES for v in step.eqn.invars[:2]):
             by_region = step.listing.region in IN_HALF  # half_function cast their operands.
             counts += MatmulCounts(cast=1) if by_region else MatmulCounts(written=1)

@@ -21,6 +21,7 @@ from testing.models.zoo import harness
 from testing.random_programs.evaluate import in_numpy
 
 FORMATS = tuple(PACKINGS)
+UNPACKED = pytest.mark.filterwarnings("ignore:.*keeps nothing of this program in eight bits")
 # Of the norm of normally distributed elements: 3 bits of mantissa; 6 to 7 bits of the largest of 32.
 ROUNDING = {"float8": 0.03, "int8": 0.01, "float8_stochastic": 0.045, "int8_stochastic": 0.016}
 
@@ -428,6 +429,7 @@ def test_what_would_amplify_the_rounding_is_recomputed_from_half(fun):
     assert measures.relative_error(packed, exact) < measures.relative_error(half, exact) + 2 * ROUNDING["int8"]
 
 
+@UNPACKED
 def test_the_last_region_keeps_its_input_in_half():
     w, x = weights(), normal(32, 64)
 
@@ -509,11 +511,34 @@ def test_a_function_that_returns_its_own_gradient_warns_that_nothing_is_stored_i
     )
 
 
+@jax.custom_vjp
+def by_hand(w, x):
+    return loss(w, x)
+
+
+by_hand.defvjp(lambda w, x: jax.vjp(loss, w, x), lambda pullback, ct: pullback(ct))
+IN_HALF = {
+    "rows of 8": lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x[:, :8] @ w[2][:8, :8]) @ w[2][:8, :8]) ** 2),
+    "a checkpoint with a policy": jax.checkpoint(loss, policy=ONLY.dots_saveable),
+    "a derivative rule": by_hand,
+}
+
+
+@pytest.mark.parametrize("how", IN_HALF)
+def test_a_program_that_keeps_nothing_in_eight_bits_warns(how):
+    """It ran as with "half", without a word."""
+    w, x = weights(), normal(32, 64)
+    with pytest.warns(mpjax.UnusedRuleWarning, match=r"residuals='int8'\) keeps nothing of this program in eight bits"):
+        packed = mpjax.audit(cast(IN_HALF[how], "int8"), w, x).residuals
+    assert packed == mpjax.audit(cast(IN_HALF[how], "half"), w, x).residuals
+
+
 def test_rules_that_are_none_are_refused_where_they_are_given():
     with pytest.raises(TypeError, match=r"autocast\(rules='int8'\): give a mpjax.Rules"):
         mpjax.autocast(loss, rules="int8")
 
 
+@UNPACKED
 @pytest.mark.parametrize("residuals", FORMATS[:2])
 def test_rows_that_explicit_axes_split_stay_half(residuals):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))

@@ -45,6 +45,7 @@ def error(found, reference):
     return np.sqrt(sum(np.sum((np.asarray(a) - b) ** 2) / np.sum(np.square(b)) for a, b in pairs))
 
 
+@pytest.mark.filterwarnings("ignore:.*attention='pallas'.*can't split it over devices")
 @pytest.mark.parametrize(("mask", "heads"), [(None, N), (np.tril(np.ones((T, T), bool)), 1)])
 def test_attention_is_fused_on_a_tpu_and_as_exact_as_today(mask, heads):
     args = arrays(heads=heads)
