@@ -33,6 +33,8 @@ from mpjax.program import compat
 
 # The logits of a block that exist at once.
 _BLOCK = 2**26
+# The rows of a program that is exported for any number of them.
+_ROWS = 2**13
 # The most parts of a vocabulary, and so the most devices that may share it.
 _PARTS = 64
 # The least piece of a part in a block: TPUs compute with 128 columns at once.
@@ -114,8 +116,9 @@ def _adjusted(product: Any, bias: Any, factors: Any, head: Head) -> Any:
     return product
 
 
-def _parts_and_blocks(rows: int, vocabulary: int) -> tuple[int, int]:
+def _parts_and_blocks(rows: Any, vocabulary: int) -> tuple[int, int]:
     """The number of parts, and of blocks: if one near it divides a part, no two blocks overlap."""
+    rows = rows if isinstance(rows, int) else _ROWS
     least = max(1, -(-rows * vocabulary // _BLOCK))
     few = min(math.gcd(vocabulary, _PARTS), max(1, vocabulary // (_PIECE * least)))
     choices = [n for n in (64, 32, 16, 8, 4, 2, 1) if n <= few and vocabulary % n == 0]

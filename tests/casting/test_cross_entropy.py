@@ -4,6 +4,7 @@ import functools
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -562,6 +563,26 @@ def test_explicit_axes_are_refused():
         assert "auto_axes" in row.why
         found, expected = (jax.jit(jax.grad(fun))(w, x) for fun in (fused, loss))
         np.testing.assert_allclose(found, expected, atol=0.01)
+
+
+@pytest.mark.parametrize("of", ["n, 6", "2, n"])
+def test_a_program_is_exported_for_any_number_of_tokens(of):
+    """Export failed: the size of blocks depends on it."""
+    params, x, y = arguments()
+    fun = jax.jit(jax.value_and_grad(autocast(smoothed, "fused")))
+    shape = jax.export.symbolic_shape(of)
+    shapes = jax.ShapeDtypeStruct((*shape, D), np.float32), jax.ShapeDtypeStruct(shape, np.int32)
+    found = jax.export.export(fun)(params, *shapes).call(params, x, y)
+    assert (relative(found, fun(params, x, y)) < 1e-6).all()
+
+
+@UNFUSED
+def test_a_symbolic_vocabulary_is_refused():
+    (vocabulary,) = jax.export.symbolic_shape("v")
+    weights = jax.ShapeDtypeStruct((D, vocabulary), np.float32)
+    fused = mpjax.autocast(log_softmax, "mixed_bfloat16", rules=Rules(cross_entropy="fused"))
+    _, x, y = arguments()
+    jax.export.export(jax.jit(lambda w, x, y: fused((w, None, None), x, y)))(weights, x, y)
 
 
 def test_off_by_default():

@@ -113,7 +113,7 @@ class _Search:
     def __init__(self, flow: Dataflow, matmul: Any):
         self.flow, self.matmul = flow, matmul
         self.swapped = _weights_first(flow, matmul)
-        self.size = int(matmul.outvars[0].aval.shape[0 if self.swapped else -1])
+        self.size = matmul.outvars[0].aval.shape[0 if self.swapped else -1]
         self.steps: list[tuple[str, float]] = []
         self.moves: list[Any] = []
         self.bias: Any = None
@@ -132,6 +132,8 @@ class _Search:
         Raises:
             Refused: Something reads more than statistics of rows.
         """
+        if not isinstance(self.size, int):
+            raise Refused("its vocabulary has no size yet: it is symbolic")
         logits = self._head()
         self.known[logits] = Logits()
         self.shape = logits.aval.shape[:-1]
