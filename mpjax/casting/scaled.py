@@ -170,8 +170,11 @@ def _never(eqn: Any, parameters: Sequence[bool | None], format: Format) -> str:
     if eqn.primitive.name != "dot_general" and not (_is_ragged(eqn) and _groups(eqn)):
         kind = "convolutions" if eqn.primitive.name.startswith("conv") else "ragged contractions"
         return f"{kind} have no {format.name} gradients"
-    if any(0 in v.aval.shape for v in eqn.invars[:2]):
+    shapes = [v.aval.shape for v in eqn.invars[:2]]
+    if any(0 in shape for shape in shapes):
         return "an operand is empty"
+    if format.scaling == "block" and not all(isinstance(n, int) for shape in shapes for n in shape):
+        return "a size is symbolic, and may be no whole number of blocks"
     return "the program itself gives an operand in half" if None in parameters else ""
 
 

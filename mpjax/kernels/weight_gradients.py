@@ -216,7 +216,7 @@ def _tangent_transpose(
     factors = [x if ad.is_undefined_primal(x) else _half_copy(x, half) for x in operands[:2]]
     factors += operands[2:]
     gradient = None
-    if aval.dtype != half and wide:
+    if aval.dtype == np.float32 and wide:
         params["preferred_element_type"] = aval.dtype
         gradient = _gradient_of(matmul, which, half, aval, params)
     if gradient is None:

@@ -16,6 +16,7 @@ from mpjax import Float8, Rules
 from mpjax.kernels import scaled_ragged
 from mpjax.kernels.scaled_matmul import quantised
 from mpjax.program.formats import FLOAT8
+from testing import measures
 from testing.measures import relative_error as error
 from testing.random_programs.evaluate import in_numpy
 
@@ -84,6 +85,25 @@ def test_compiled_gradients_are_close_to_float32(policy, loss, rules):
     expected = in_numpy(jax.grad(loss))(params, X)
     assert 1e-4 < error(found, expected) <= 0.15  # The lower bound fails if nothing is in float8.
     assert all(leaf.dtype == jnp.float32 for leaf in found)
+
+
+@either
+def test_half_weight_gradients_leave_their_matmul_in_float32(policy):
+    """On a CPU, they were rounded to bfloat16 and widened."""
+    loss = float8(mlp, options(weight_gradients="half"), policy)
+    program = jax.make_jaxpr(jax.grad(loss))(params_of(), X)
+    outs = [e.eqn.outvars[0].aval for e in measures.equations(program) if e.name == "dot_general"]
+    assert {out.dtype.name for out in outs if out.shape == (WIDTH, WIDTH)} == {"float32"}
+
+
+@either
+@pytest.mark.filterwarnings("ignore:.*no matmul of this program is eligible.*symbolic")
+def test_a_program_is_exported_for_any_batch(policy):
+    """Blocks of 32 of an unknown number of rows failed."""
+    fun = jax.jit(jax.grad(float8(mlp, policy=policy)))
+    shape = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("n"), WIDTH), jnp.float32)
+    exported = jax.export.export(fun)(params_of(), shape)
+    assert error(exported.call(params_of(), X[0]), in_numpy(jax.grad(mlp))(params_of(), X[0])) < 0.15
 
 
 def errors_of_both(loss, x):
