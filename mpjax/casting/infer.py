@@ -126,9 +126,10 @@ class Inference:
         if self.setting.recompute and not self.setting.folded and not self.unchanged:
             rounds = self.setting.rules.level == "half"
             steps = with_regions(steps, self.values, self.uses, self.log, self.setting.packs, rounds)
-            mark_gated(steps, self.values, jaxpr)
+            mark_gated(steps, self.values, jaxpr, self.setting)
             if self.setting.packs:
-                self.counts += MatmulCounts(packed=mark_packed(steps, self.values, jaxpr))
+                packed = mark_packed(steps, self.values, jaxpr, self.setting.rules.residuals)
+                self.counts += MatmulCounts(packed=packed)
         in_reads = tuple(self.reads.get(v, 0) for v in jaxpr.invars)
         return Plan(
             self.setting, steps, jaxpr.invars, jaxpr.constvars, jaxpr.outvars, self.ins, outs, in_reads,

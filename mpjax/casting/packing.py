@@ -6,7 +6,7 @@ half. So is one whose rounding a recomputed operation would amplify: the scores 
 logarithm, what a pooling takes the maximum of. The last region of a program keeps nothing for long.
 
 Of a state that a loop carries in float32 and multiplies in each step (the cell of an LSTM), and of a residual stream
-that each layer normalizes, a region or a checkpoint keeps a half copy, under any rules.
+that each layer normalizes, a region or a checkpoint keeps a half copy under any rules, which is packed too.
 """
 
 from __future__ import annotations
@@ -30,15 +30,19 @@ from mpjax.program.graph import sub_jaxprs
 from mpjax.program.primitives import MATMULS, Primitive, primitive
 
 
-def mark_gated(parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferred], jaxpr: Any) -> None:
+def mark_gated(
+    parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferred], jaxpr: Any, setting: Setting
+) -> None:
     """Sets `packs` of the regions and checkpoints of a plan that read a gated state: their derivatives read half."""
     for part in parts:
         if isinstance(part, RematRegion) or _stores_its_inputs(part):
             reads = [(i, v) for i, (v, storage) in enumerate(_reads(part)) if storage == FULL]
             states = [(i, v) for i, v in reads if not isinstance(v, compat.Literal) and v in values]
-            part.packs = tuple(
-                i for i, v in states if _is_state(part, v, values[v]) and not _amplified_in(part, v, jaxpr)
-            )
+            part.packs = {
+                i: setting.half.name
+                for i, v in states
+                if _is_state(part, v, values[v]) and not _amplified_in(part, v, jaxpr)
+            }
 
 
 def _is_state(part: Step | RematRegion, v: Any, value: Inferred) -> bool:
@@ -56,38 +60,43 @@ def _reads(part: Step | RematRegion) -> Sequence[Read]:
     return [*zip(part.invars, part.reads, strict=False)]
 
 
-def formats_of_packs(part: Step | RematRegion, setting: Setting) -> dict[Any, str]:
+def formats_of_packs(part: Step | RematRegion) -> dict[Any, str]:
     """What the derivative of a part keeps in fewer bits, and in which format."""
-    if not part.packs:
-        return {}
-    reads = [_reads(part)[i] for i in part.packs]
-    return {v: setting.half.name if storage == FULL else setting.rules.residuals for v, storage in reads}
+    reads = _reads(part) if part.packs else ()
+    return {reads[i][0]: format for i, format in part.packs.items()}
 
 
-def mark_packed(parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferred], jaxpr: Any) -> int:
-    """Adds to `packs` of the steps and regions of a plan the half operands that their derivatives read packed.
-
-    Returns their number.
+def mark_packed(parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferred], jaxpr: Any, format: str) -> int:
+    """Adds to `packs` of the steps and regions of a plan the operands that their derivatives read packed.
 
     Args:
-        parts: The steps and regions.
+        parts: The steps and regions, with the gated states that they keep in half.
         values: The inferred dtypes of the plan's values.
         jaxpr: The program.
+        format: The name of the packing.
+
+    Returns:
+        The number of operands.
     """
-    places = [list(_places(part, jaxpr)) for part in parts]
     kept = {v for part in parts for v in _kept_in_half(part, jaxpr)}
     count = 0
-    for part, found in zip(parts, places, strict=True):
-        packed = tuple(i for i, v in found if v not in kept and _is_activation(v, values))
-        part.packs += packed
-        count += len(packed)
+    for part in parts:
+        reads = _reads(part) if part.packs else ()
+        states = [i for i in part.packs if _fits(v := reads[i][0]) and v not in kept and _may_pack(part, v, jaxpr)]
+        found = [i for i, v in _places(part, jaxpr) if v not in kept and _is_activation(v, values)]
+        part.packs.update(dict.fromkeys((*states, *found), format))
+        count += len(states) + len(found)
     return count
 
 
 def _is_activation(v: Any, values: Mapping[Any, Inferred]) -> bool:
-    # A block is on one device. Axes that are not explicit, XLA chooses.
+    return tracked(v) and values[v].level >= Level.LOOKED_UP and _fits(v)
+
+
+def _fits(v: Any) -> bool:
+    """Whether the rows of an array make blocks, each on one device. Axes that are not explicit, XLA chooses."""
     is_split = compat.is_explicit(v.aval) and bool(v.aval.sharding.spec) and v.aval.sharding.spec[-1] is not None
-    return tracked(v) and values[v].level >= Level.LOOKED_UP and can_pack(v.aval.shape) and not is_split
+    return can_pack(v.aval.shape) and not is_split
 
 
 def _places(part: Step | RematRegion, jaxpr: Any) -> Iterator[tuple[int, Any]]:

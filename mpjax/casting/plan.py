@@ -54,7 +54,8 @@ class Step:
         inner: For a higher-order primitive, the data that its rule needs to issue it again; it has `plans`.
         all_reads: The values that it reads, each with its storage dtype.
         closures: The values of this program that its derivative rules close over; further operands.
-        packs: The indices of the operands (of the arrays that go into a call) that its derivative keeps in fewer bits.
+        packs: The operands (of a call, the arrays that go in) that its derivative keeps in fewer bits, by index, each
+            with the format.
     """
 
     eqn: Any
@@ -74,7 +75,7 @@ class Step:
     inner: Any = None
     all_reads: tuple[tuple[Any, Storage], ...] = ()
     closures: Sequence[Any] = ()
-    packs: tuple[int, ...] = ()
+    packs: dict[int, str] = dataclasses.field(default_factory=dict)
 
     @property
     def is_scaled(self) -> bool:
@@ -126,7 +127,7 @@ class MatmulCounts:
         hidden: Primitives that are not entered and may contain matmuls, each with its line.
         scaled: Those in a format with scales.
         why_not_scaled: Why others are not.
-        packed: The operands of which derivatives keep eight bits.
+        packed: The operands that derivatives keep in eight bits.
         primitives: Of those cast, the primitives; a fused attention or loss is one.
         unfused: The kinds of what is not fused, each with a reason.
     """

@@ -52,7 +52,8 @@ class RematRegion:
             region. Regions share the function of their model, so that JAX differentiates and transposes it once.
         body: The function of a model.
         remembering: The same as a function whose derivative reads packed inputs.
-        packs: The indices of those of `ins` that are kept in fewer bits: half arrays in eight, gated states in half.
+        packs: Those of `ins` that are kept in fewer bits, by index, each with the format: half arrays in eight bits,
+            gated states in eight bits or in half.
     """
 
     eqns: list[Step]
@@ -63,7 +64,7 @@ class RematRegion:
     is_last: bool = False
     model: RematRegion | None = None
     body: Callable[..., Any] | None = None
-    packs: tuple[int, ...] = ()
+    packs: dict[int, str] = dataclasses.field(default_factory=dict)
     remembering: Callable[..., Any] | None = None
 
     @property
@@ -349,10 +350,10 @@ class _Stretches:
     def size(self, read: Read) -> int:
         """The bytes that storing a value adds; 0 if it is stored anyway."""
         if read not in self._sizes:
-            packed = self.packs and read[1] == HALF
             size = 0 if read in self.stored or self.is_input_value(read[0]) else _bytes(read)
             copied = read[1] == FULL and read[0] in self.values and self.values[read[0]].gated
-            self._sizes[read] = size // 2 if packed or copied else size
+            size = size // 2 if copied else size
+            self._sizes[read] = size // 2 if self.packs and (copied or read[1] == HALF) else size
         return self._sizes[read]
 
     def _size_unpacked(self, read: Read) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -184,7 +184,7 @@ def _run_region(region: RematRegion, operands: Sequence[Any], plan: Plan) -> Seq
     barriers = _barriers(region, plan)
     with compat.in_scopes(region.scopes):
         if region.packs and not compat.under_jet():
-            packs = kept(region.packs, operands, [storage for _, storage in region.ins], plan)
+            packs = kept(region.packs, operands)
             outs = _remembering(model, plan, barriers)(arrays, packs)
         else:
             outs = compat.checkpoint(model.body, arrays, barriers, _large_reductions)
@@ -211,13 +211,11 @@ def _body(region: RematRegion, plan: Plan) -> Callable[..., tuple[Any, ...]]:
     return body
 
 
-def kept(
-    packs: Iterable[int], operands: Sequence[MixedValue], storages: Sequence[Storage], plan: Plan
-) -> dict[int, Any]:
-    """What is kept of some operands, by index: half copies of float32 ones, the rules' packing of half ones."""
+def kept(packs: Mapping[int, str], operands: Sequence[MixedValue]) -> dict[int, Any]:
+    """What is kept of some operands, by index: their half copies, or these in eight bits."""
     return {
-        i: (operands[i][HALF],) if storages[i] == FULL else operands[i].packed(PACKINGS[plan.setting.rules.residuals])
-        for i in packs
+        i: operands[i].packed(PACKINGS[format]) if format in PACKINGS else (operands[i][HALF],)
+        for i, format in packs.items()
     }
 
 
@@ -325,11 +323,11 @@ def _bind(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
         in_loop = [operands[i].in_loop if i in step.parameters else False for i in range(2)]
         how = eqn.primitive, params, args, full, step.wide_gradients, avals, in_loop
         if step.packs and not compat.under_jet():
-            outs = remembered_matmul(*how, kept(step.packs, operands, step.reads, plan), not plan.setting.looped)
+            outs = remembered_matmul(*how, kept(step.packs, operands), not plan.setting.looped)
         else:
             outs = weight_gradients.matmul(*how)
     elif step.packs and not compat.under_jet():
-        packs = kept(step.packs, operands, step.reads, plan)
+        packs = kept(step.packs, operands)
         outs = remembered_matmul(
             eqn.primitive, params, args, args, False, avals, (False, False), packs, not plan.setting.looped
         )

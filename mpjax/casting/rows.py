@@ -91,7 +91,7 @@ def _planned(
     kept = dict(kept)
     for part in plan.eqns:
         is_recomputed = recomputed or isinstance(part, RematRegion)
-        own = formats_of_packs(part, plan.setting)
+        own = formats_of_packs(part)
         packed = kept | own if own else kept
         for step in part.eqns if isinstance(part, RematRegion) else (part,):
             site = site_of(step.eqn, around, plan.setting.owners)

@@ -454,20 +454,43 @@ def test_explain_names_the_format_of_what_a_checkpoint_keeps():
     assert kept == {"reduce_sum", "sub"}
 
 
-def test_the_table_of_explain_says_what_the_rows_of_a_line_keep():
-    """The line of an LSTM's gates said nothing: its rows only follow their operands."""
+def recurrent(w, x):
+    """A state that gates multiply, in float32."""
 
     def step(carry, _):
         cell, x = carry
-        gates = x @ (w := weights())[0]
+        gates = x @ w[0]
         forget, candidate = jax.nn.sigmoid(1 + gates[:, :64]), jnp.tanh(gates[:, 64:128])
         cell = forget * cell + (1 - forget) * candidate
         return (cell, jnp.tanh(cell) @ w[2]), None
 
-    fun = cast(lambda x: jnp.sum(jax.lax.scan(step, (jnp.zeros_like(x), x), None, length=4)[0][1]), "int8")
-    table = " ".join(str(mpjax.explain(fun, normal(32, 64))).split())
-    assert "infer: follows its operands; int8 for the backward pass" in table
-    assert "infer: follows its operands; bfloat16 for the backward pass" in table
+    return jnp.sum(jax.lax.scan(step, (jnp.zeros_like(x), jnp.tanh(x @ w[2])), None, length=4)[0][1] ** 2)
+
+
+def highway(w, x):
+    """The same without a loop."""
+    for _ in range(3):
+        gates = x @ w[2]
+        forget = jax.nn.sigmoid(gates)
+        x = forget * jnp.tanh(gates) + (1 - forget) * x
+    return jnp.mean((x @ w[2]) ** 2)
+
+
+@pytest.mark.parametrize("fun", [recurrent, highway])
+def test_gated_states_take_eight_bits(fun):
+    """Their half copies stayed."""
+    w, x = weights(), normal(32, 64, seed=2)
+    exact, half, packed = (in_numpy(jax.grad(each))(w, x) for each in (fun, cast(fun, "half"), cast(fun, "int8")))
+    limit = measures.relative_error(half, exact) + 2 * ROUNDING["int8"]
+    assert measures.relative_error(packed, exact) < limit
+    bytes_of = [measures.residual_bytes(cast(fun, residuals), w, x) for residuals in ("half", "int8")]
+    assert bytes_of[1] < 0.6 * bytes_of[0]
+
+
+def test_the_table_of_explain_says_what_the_rows_of_a_line_keep():
+    """The line of an LSTM's gates said nothing: its rows only follow their operands."""
+    table = " ".join(str(mpjax.explain(cast(recurrent, "int8"), weights(), normal(32, 64))).split())
+    assert table.count("infer: follows its operands; int8 for the backward pass") >= 2
 
 
 def test_an_overflow_of_float16_is_seen_in_the_gradients():

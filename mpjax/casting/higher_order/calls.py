@@ -200,8 +200,7 @@ def _issue_remembering(
         return remembering(body, tangent_of(body, checkpoint))
 
     convention = step.inner.convention
-    passed, storages = zip(*((operands[i], storage) for i, storage in convention), strict=True)
-    packs = kept(step.packs, passed, storages, plan)
+    packs = kept(step.packs, [operands[i] for i, _ in convention])
     return cached_function(step.inner.plans[0], key, make)(arrays, packs)
 
 
