@@ -173,15 +173,31 @@ def with_regions(
         if belongs:
             run.append(step)
             outputs.update(step.eqn.outvars)
-        elif run and not step.eqn.effects and outputs.isdisjoint(read):
-            # It reads no result of the run, so it may go first. It is the matmul of another branch.
+        elif run and not step.eqn.effects and (moves := _moves_of_inputs(run, read)) is not None:
+            # It reads no other result of the run, so it may go first. It is the matmul of another branch.
+            formed.extend(moves)
             formed.append(step)
+            run[:] = [each for each in run if each not in moves]
+            outputs.difference_update(v for each in moves for v in each.outvars)
         else:
             close(read)
             formed.append(step)
     close(outputs)
     resume(list(waiting), False)
     return formed
+
+
+def _moves_of_inputs(run: Sequence[Step], read: Iterable[Any]) -> list[Step] | None:
+    """The steps of a run that make what is read, if all move inputs of the program, as `w.T` does; None if not."""
+    makers = {v: step for step in run for v in step.outvars}
+    found, waiting = set[int](), [v for v in read if v in makers]
+    while waiting:
+        step = makers[waiting.pop()]
+        if step.listing.op is not Op.MOVE or any(x is not None and x.level != Level.INPUT for x in step.outs):
+            return None
+        found.add(id(step))
+        waiting += [v for v, _ in step.all_reads if v in makers]
+    return [step for step in run if id(step) in found]
 
 
 def _connected(run: Sequence[Step]) -> Iterable[list[Step]]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import mpjax
 from mpjax import autocast
 from testing import measures
 from testing.models.zoo import REGISTRY, harness
@@ -54,3 +55,23 @@ def test_backward_pass_of_a_norm_reads_the_sum_that_it_normalises():
     program = jax.make_jaxpr(backward)(jnp.float32(1))
     added = [each.eqn for each in measures.equations(program) if each.eqn.primitive.name == "add"]
     assert not [eqn for eqn in added if eqn.outvars[0].aval.shape == (8, 16)]
+
+
+@pytest.mark.parametrize("residuals", ["half", "int8"])
+def test_transposed_weights_do_not_end_a_region(residuals):
+    """`silu(x @ a.T) * (x @ b.T)` kept the results of its SiLU too: `b.T` came between."""
+
+    def loss(w, x, move):
+        for _ in range(2):
+            gate, up, down = map(move, w)
+            x = x + (jax.nn.silu(x @ gate) * (x @ up)) @ down
+        return jnp.mean((x @ move(w[0])) ** 2)
+
+    rules = mpjax.Rules(residuals=residuals)
+    x, kept = jnp.ones((16, 32)), []
+    for move in (lambda w: w, jnp.transpose):
+        w = [move(jnp.ones(shape)) for shape in ((32, 96), (32, 96), (96, 32))]
+        fun = autocast(lambda w, x, move=move: loss(w, x, move), "mixed_bfloat16", rules=rules)
+        _, pullback = jax.vjp(fun, w, x)
+        kept.append(sorted(str(v.aval) for v in jax.tree.leaves(pullback) if v.shape[:1] == (16,)))
+    assert kept[0] == kept[1]
