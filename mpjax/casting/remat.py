@@ -189,15 +189,14 @@ def with_regions(
 
 def _moves_of_inputs(run: Sequence[Step], read: Iterable[Any]) -> list[Step] | None:
     """The steps of a run that make what is read, if all move inputs of the program, as `w.T` does; None if not."""
-    makers = {v: step for step in run for v in step.outvars}
-    found, waiting = set[int](), [v for v in read if v in makers]
-    while waiting:
-        step = makers[waiting.pop()]
-        if step.listing.op is not Op.MOVE or any(x is not None and x.level != Level.INPUT for x in step.outs):
-            return None
-        found.add(id(step))
-        waiting += [v for v, _ in step.all_reads if v in makers]
-    return [step for step in run if id(step) in found]
+    needed, moves = set(read), []
+    for step in reversed(run):
+        if not needed.isdisjoint(step.outvars):
+            if step.listing.op is not Op.MOVE or any(x is not None and x.level != Level.INPUT for x in step.outs):
+                return None
+            needed.update(v for v, _ in step.all_reads)
+            moves.append(step)
+    return moves[::-1]
 
 
 def _connected(run: Sequence[Step]) -> Iterable[list[Step]]:
