@@ -286,9 +286,9 @@ def _of_constants(jaxpr: Any, constant: Collection[int] = ()) -> set[int]:
     found: set[int] = set()
     for eqn in jaxpr.eqns:
         reads = [not hasattr(v, "val") and v in dependent for v in eqn.invars]
-        branched = eqn.primitive.name == "cond"
+        passed = {"cond": reads[1:], "shard_map": reads}.get(eqn.primitive.name, ())
         for function in inner_jaxprs(eqn):
-            found |= _of_constants(function, [i for i, each in enumerate(reads[1:]) if not each] if branched else ())
+            found |= _of_constants(function, [i for i, each in enumerate(passed) if not each])
         if any(reads):
             dependent.update(v for v in eqn.outvars if is_float(v.aval.dtype))
         elif eqn.primitive.name in MATMULS:
