@@ -84,10 +84,10 @@ def assert_close(output, whole):
 def test_two_processes_train_like_one(whole, tmp_path):
     """With sharded state; the next test replicates it."""
     output = tmp_path / "run"
-    (zero, out, _), (one, other, _) = processes.ends(
+    (zero, out, _), (one, other, error) = processes.ends(
         processes.start_two(PROGRAM, *FLAGS, "--fsdp", "--output", str(output), "--export", "float32")
     )
-    assert (zero, one) == (0, 0)
+    assert (zero, one) == (0, 0), error
     assert_close(output, whole)
     found, expected = (json.loads((path / "summary.json").read_text()) for path in (output, whole))
     assert found["test_accuracy"] == expected["test_accuracy"]  # Each entry counts once.
