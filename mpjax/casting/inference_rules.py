@@ -30,6 +30,7 @@ from mpjax.casting.updates import is_step
 from mpjax.casting.uses import GATED, STREAM_ADDITION, Use
 from mpjax.kernels.lookup import selects
 from mpjax.program import compat
+from mpjax.program.dataflow import dataflow, variables
 from mpjax.program.primitives import Op, Saves, primitive
 
 if TYPE_CHECKING:
@@ -84,10 +85,24 @@ def _opaque(inference: Inference, eqn: Any, listing: Listing) -> Step:
 def _read(inference: Inference, eqn: Any, listing: Listing) -> Step:
     storages = [value.storage for value in map(inference.value, eqn.invars) if value is not None]
     # JAX before 0.12 asks which operand of a maximum equals it: rounded, they are as equal as the maximum found them.
-    if eqn.primitive.name in ("eq", "ne") and sorted(storages) == sorted((HALF, FULL)):
+    # Later it asks for their order, too, and both answers must agree.
+    if (
+        eqn.primitive.name in ("eq", "ne")
+        and sorted(storages) == sorted((HALF, FULL))
+        and not _are_ordered(inference, eqn)
+    ):
         reads = tuple(inference.read(v, HALF) for v in eqn.invars)
         return Step(eqn, Action.BIND, reads, (None,), "its result is not a float", listing)
     return inference.in_float32(eqn, listing, Level.COMPUTED, "its result is not a float")
+
+
+def _are_ordered(inference: Inference, eqn: Any) -> bool:
+    """Whether the program asks for the order of two values as well as whether they are equal."""
+    readers = dataflow(inference.jaxpr).readers
+    others = [each for v in variables(eqn.invars[:1]) for each in readers[v] if each.primitive.name not in ("eq", "ne")]
+    return any(
+        primitive(each.primitive.name).compares and {*map(id, each.invars)} == {*map(id, eqn.invars)} for each in others
+    )
 
 
 def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:

@@ -195,3 +195,15 @@ def test_own_primitives_run_where_jit_is_disabled():
         with jax.disable_jit():
             found = jax.grad(cast)(w, x)
         close(found, jax.grad(cast)(w, x), 1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_ties_of_a_maximum_share_its_gradient(dtype):
+    """Of a half value and a float32 one, both were the largest in part: 1.5 times the gradient."""
+
+    def loss(x, w):
+        kept = lax.fori_loop(0, 0, lambda _, h: h @ w, x)
+        return jnp.sum(jnp.maximum(kept, x) * jnp.arange(1.0, 9.0))
+
+    for cast in (jax.grad(mpjax.autocast(loss, f"mixed_{dtype}")), mpjax.autocast(jax.grad(loss), f"mixed_{dtype}")):
+        np.testing.assert_array_equal(cast(X, W), jax.grad(loss)(X, W))
