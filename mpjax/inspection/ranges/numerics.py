@@ -45,6 +45,7 @@ _HEADROOM = 4.0
 # scale that fits it gives up 8 of float16's 40 powers of two, and dynamic scaling skips 8 steps to get there.
 _OUTLIER, _FEWEST = 256.0, 3
 _KEPT = 4  # batches that may be tried
+_MOST_SINGLES = 4  # modules that are tried one by one
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-14, 2.0**24  # the limits of `dynamic_loss_scale`
 
 
@@ -250,9 +251,16 @@ class _Measuring:
             found.append(tried("with the recommended scale", init_scale))
         if not losing:
             return (), tuple(found)
+        kept, budget = list(losing), self.budget
         best = tried("with scale and overrides", self._scales(losing)[1] or init_scale, losing)
-        helps = found[-1].error - best.error > self.budget
-        return (tuple(losing), (*found, best)) if helps else ((), tuple(found))
+        if not found[-1].error - best.error > budget:
+            return (), tuple(found)
+        for path in losing if 1 < len(losing) <= _MOST_SINGLES else ():
+            rest = [other for other in kept if other != path]
+            without = tried("with scale and overrides", self._scales(rest)[1] or init_scale, rest)
+            if without.error <= best.error + budget and found[-1].error - without.error > budget:
+                kept, best = rest, without
+        return tuple(kept), (*found, best)
 
     def _nonfinite(self) -> set[int]:
         """The numbers of the batches whose gradients are inf or NaN, which a run in float32 has computed."""

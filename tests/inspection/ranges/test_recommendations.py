@@ -56,6 +56,18 @@ def test_what_overflows_outside_of_modules_with_a_slash_is_named():
     assert "no module needs" not in str(report)
 
 
+def test_a_module_that_loses_what_does_not_count_may_stay_in_half():
+    def loss(w, x):
+        with jax.named_scope("tiny"):
+            small = jnp.tanh((x * 1e-9) @ w) @ w
+        with jax.named_scope("dec"):
+            return jnp.mean(jnp.log1p(hot(x) @ w @ w)) + jnp.mean(small)
+
+    report = mpjax.numerics(loss, jnp.eye(4), jnp.ones((4, 4)))
+    assert report.overrides == (("*/dec", "float32"),)
+    assert report.trials[-1].error < 0.01
+
+
 def attention(params, x):
     with jax.named_scope("attention"):
         query, key, value = (x @ params[name] for name in ("query", "key", "value"))
