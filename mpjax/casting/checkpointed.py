@@ -14,7 +14,8 @@ import jax
 from jax import lax
 
 from mpjax.casting.setting import tracked
-from mpjax.casting.streams import added_to, adds_arrays
+from mpjax.casting.states import adds_arrays
+from mpjax.casting.streams import added_to
 from mpjax.program import compat, derivative_rules
 from mpjax.program.dataflow import Dataflow, live_equations, once_per_jaxpr, variables
 from mpjax.program.graph import sub_jaxprs

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpjax.casting.checkpointed import stores_its_inputs
-from mpjax.casting.streams import carried, is_moved_whole, residual_additions
+from mpjax.casting.states import carried, is_moved_whole
+from mpjax.casting.streams import residual_additions
 from mpjax.program import compat
 from mpjax.program.dataflow import dataflow, once_per_jaxpr, variables
 from mpjax.program.evaluator import evaluate
