@@ -25,6 +25,7 @@ from mpjax.casting.rewrite import array_for, run_closed, values_of
 from mpjax.casting.rules import Rules
 from mpjax.casting.setting import Region, Setting
 from mpjax.casting.streams import is_deep
+from mpjax.casting.updates import repeats_calls
 from mpjax.kernels import unscaled
 from mpjax.policy import Policy, get_policy
 from mpjax.program import compat
@@ -52,7 +53,7 @@ def plan_program(program: TracedCall, setting: Setting, with_owners: bool = Fals
     if with_owners:
         setting = dataclasses.replace(setting, owners=owners_of(jaxpr, program.names))
     if setting.rules.residual_stream == "auto":
-        setting = dataclasses.replace(setting, deep=is_deep(jaxpr))
+        setting = dataclasses.replace(setting, deep=is_deep(jaxpr) or repeats_calls(jaxpr))
     if setting.wide_stream:
         jaxpr = without_streams(jaxpr)
         prepare.remember(jaxpr, consts)

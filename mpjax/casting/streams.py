@@ -11,7 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.casting.states import NORM, adds_arrays, carried, is_gate, is_moved_whole, is_repeated
+from mpjax.casting.states import (
+    NORM,
+    adds_arrays,
+    adds_to_part,
+    carried,
+    changes_piece,
+    is_gate,
+    is_moved_whole,
+    is_repeated,
+    states_of,
+)
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow, dataflow, once_per_jaxpr, variables
 from mpjax.program.graph import sub_jaxprs
@@ -36,16 +46,17 @@ def residual_additions(jaxpr: Any) -> dict[Any, int]:
     An addition to a sum that nothing else reads, as in `h + f(h) + g(h)`, counts as 0: they are rounded together. The
     products of a state that layers multiply alone are among the results.
     """
-    flow, states = dataflow(jaxpr), carried(jaxpr)
+    flow, found = dataflow(jaxpr), states_of(jaxpr)
     readers: collections.Counter[Any] = collections.Counter()
-    continued = {states.get(v, v) for v in flow.returned}
+    continued = {found.root(v) for v in flow.returned}
     additions = []
     for eqn in flow.eqns:
-        if not eqn.outvars or eqn.outvars[0] in states:
+        if not eqn.outvars or eqn.outvars[0] in found.whole:
             continue
-        read = {states.get(v, v) for v in variables(eqn.invars)}
+        of_piece = changes_piece(found, eqn)
+        read = {found.root(v) if of_piece else found.whole.get(v, v) for v in variables(eqn.invars)}
         readers.update(read)
-        if adds_arrays(eqn):
+        if adds_arrays(eqn) or adds_to_part(flow, eqn):
             additions.append((eqn, read))
             continued |= read
     stream: dict[Any, int] = {}
@@ -63,17 +74,17 @@ def _products_alone(jaxpr: Any) -> list[Any]:
 
     There are several with no addition between, or one is what the body of a layer returns.
     """
-    flow, states = dataflow(jaxpr), carried(jaxpr)
+    flow, found = dataflow(jaxpr), states_of(jaxpr)
     products: collections.defaultdict[Any, list[Any]] = collections.defaultdict(list)
     for eqn in flow.eqns:
-        state = states.get(eqn.outvars[0]) if eqn.outvars else None
+        state = found.root(eqn.outvars[0]) if eqn.outvars and eqn.outvars[0] in found.whole else None
         if state is not None and primitive(eqn.primitive.name).multiplies:
             shape = eqn.outvars[0].aval.shape
-            factors = [v for v in variables(eqn.invars) if v.aval.shape == shape and states.get(v, v) is not state]
+            factors = [v for v in variables(eqn.invars) if v.aval.shape == shape and found.root(v) is not state]
             if not all(is_repeated(flow, v, NORM) for v in factors) and flow.depends(factors, state):
                 products[state].append(eqn.outvars[0])
-    layers = {states.get(v) for v in flow.returned}.intersection(jaxpr.invars)
-    return [v for state, found in products.items() if len(found) >= _GATES or state in layers for v in found]
+    layers = {found.root(v) for v in flow.returned if v in found.whole}.intersection(jaxpr.invars)
+    return [v for state, each in products.items() if len(each) >= _GATES or state in layers for v in each]
 
 
 @once_per_jaxpr
@@ -106,7 +117,7 @@ def is_deep(jaxpr: Any) -> bool:
 @once_per_jaxpr
 def additions_in_a_row(jaxpr: Any) -> int:
     """The most additions of one residual stream, in all iterations of a `scan`."""
-    additions, states = residual_additions(jaxpr), carried(jaxpr)
+    additions, states = residual_additions(jaxpr), states_of(jaxpr)
     counts: dict[Any, int] = {}
     for eqn in jaxpr.eqns:
         before = max((counts.get(v, 0) for v in variables(eqn.invars)), default=0)
@@ -117,7 +128,7 @@ def additions_in_a_row(jaxpr: Any) -> int:
             inside = [sub.jaxpr for sub in sub_jaxprs(eqn) if not row.loop or has_matmuls(sub.jaxpr)]
             times = eqn.params.get("length", 1) if row.loop else 1
             added = times * max(map(additions_in_a_row, inside), default=0) or None
-        if added is not None or (eqn.outvars and eqn.outvars[0] in states):
+        if added is not None or (eqn.outvars and states.root(eqn.outvars[0]) is not eqn.outvars[0]):
             counts.update((v, before + (added or 0)) for v in eqn.outvars)
     return max(counts.values(), default=0)
 

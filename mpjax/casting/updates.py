@@ -7,11 +7,12 @@ layers of a network have the same form, but each multiplies other parameters: se
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpjax.casting.checkpointed import stores_its_inputs
-from mpjax.casting.states import carried, is_moved_whole
+from mpjax.casting.states import states_of
 from mpjax.casting.streams import residual_additions
 from mpjax.program import compat
 from mpjax.program.dataflow import dataflow, once_per_jaxpr, variables
@@ -40,7 +41,6 @@ class Contents(NamedTuple):
         terms: The inputs that it follows from element by element, in a sum or product or otherwise, and what was added
             to each.
         inputs: The inputs that it depends on.
-        moved: The input whose elements it has, if it has those of one.
         number: Whether it is a number, or one in each element.
         scaled: Whether it is a multiple by a number.
         products: The products, as of `Summary`, that it depends on.
@@ -48,10 +48,14 @@ class Contents(NamedTuple):
 
     terms: Mapping[int, Added] = {}
     inputs: frozenset[int] = frozenset()
-    moved: int | None = None
     number: bool = False
     scaled: bool = False
     products: frozenset[Product] = frozenset()
+
+    @property
+    def input(self) -> int | None:
+        """The input that it is a function of, if it depends on one alone."""
+        return next(iter(self.inputs)) if len(self.inputs) == 1 else None
 
 
 class Summary(NamedTuple):
@@ -59,8 +63,8 @@ class Summary(NamedTuple):
 
     Args:
         outs: The contents of the outputs.
-        products: For each matmul that maps a value by an input, moved or not: that input, and the inputs that the other
-            operand depends on.
+        products: For each matmul that maps a value by a function of one input: that input, and the inputs that the
+            other operand depends on.
     """
 
     outs: tuple[Contents, ...]
@@ -70,7 +74,7 @@ class Summary(NamedTuple):
 @once_per_jaxpr
 def summary(jaxpr: Any) -> Summary:
     """What each output of a jaxpr contains, through sums, moves, joins, products with numbers and sub-jaxprs."""
-    inputs = {v: Contents({i: Added.NOTHING}, frozenset((i,)), i) for i, v in enumerate(jaxpr.invars)}
+    inputs = {v: Contents({i: Added.NOTHING}, frozenset((i,))) for i, v in enumerate(jaxpr.invars)}
     products: list[Product] = []
 
     def contents(v: Any, known: Contents) -> Contents:
@@ -97,7 +101,7 @@ def _products(eqn: Any, operands: Sequence[Contents]) -> list[Product]:
         contracted, batch = eqn.params["dimension_numbers"]
         maps = [len(v.aval.shape) > len(c) + len(b) for v, c, b in zip(eqn.invars, contracted, batch, strict=True)]
     pairs = zip(operands, reversed(operands), maps, strict=True)
-    return [(x.moved, other.inputs) for x, other, is_map in pairs if is_map and x.moved is not None]
+    return [(x.input, other.inputs) for x, other, is_map in pairs if is_map and x.input is not None]
 
 
 def _result(eqn: Any, read: Sequence[Contents]) -> Contents:
@@ -114,15 +118,14 @@ def _result(eqn: Any, read: Sequence[Contents]) -> Contents:
         return Contents(_merged([terms, own], Added.NOTHING), inputs)
     scales = row.scales
     moves = row.moves or row.whole
-    moved = arrays[0].moved if moves and len(read) == 1 else None  # not a slice that an index chooses
-    if not (scales or moves or row.accumulates or row.join or row.pointwise):
+    if not (scales or moves or row.accumulates or row.join or row.overwrites or row.lookup or row.pointwise):
         return Contents(inputs=inputs)
     added = Added.NOTHING
     if (row.adds or (row.kernel and row.accumulates)) and len(arrays) > 1:
         added = Added.STEP if any(x.scaled for x in arrays) else Added.TERM
     first = arrays[0]
     scaled = (scales and len(read) > 1) or (first.scaled and len(arrays) == 1)
-    return Contents(_merged([x.terms for x in arrays], added), inputs, moved, scaled=scaled)
+    return Contents(_merged([x.terms for x in arrays], added), inputs, scaled=scaled)
 
 
 def _merged(parts: Iterable[Mapping[int, Added]], added: Added) -> dict[int, Added]:
@@ -147,7 +150,7 @@ def _through(eqn: Any, read: Sequence[Contents], products: list[Product]) -> lis
             return frozenset().union(*(operand(i).inputs for i in inputs))
 
         def mapped(pairs: Iterable[Product]) -> list[Product]:
-            named = [(operand(i).moved, depends(others)) for i, others in pairs]
+            named = [(operand(i).input, depends(others)) for i, others in pairs]
             return [(i, others) for i, others in named if i is not None]
 
         products += mapped(inside.products)
@@ -158,7 +161,6 @@ def _through(eqn: Any, read: Sequence[Contents], products: list[Product]) -> lis
             outs[k] = Contents(
                 _merged([outs[k].terms, *terms], Added.NOTHING),
                 outs[k].inputs | depends(out.inputs),
-                None if out.moved is None or primitive(eqn.primitive.name).loop else operand(out.moved).moved,
                 scaled=out.scaled,
                 products=outs[k].products.union(mapped(out.products), *(operand(i).products for i in out.inputs)),
             )
@@ -210,47 +212,96 @@ def is_one_map(body: SubJaxpr, i: int) -> bool:
 _REPEATS = 2  # A layer may well use a parameter twice; an unrolled loop uses it more often.
 
 
+class _Steps(NamedTuple):
+    """The steps that made a value of an earlier one.
+
+    Args:
+        factors: The inputs that their matmuls multiplied by.
+        repeats: How many of them multiplied by no other inputs than those before.
+        sums: What they added to, and the sums.
+    """
+
+    factors: frozenset[Any] = frozenset()
+    repeats: int = 0
+    sums: tuple[Any, ...] = ()
+
+    def then(self, factors: frozenset[Any], total: Any) -> _Steps:
+        """With one step more."""
+        repeats = bool(factors) and factors <= self.factors
+        return _Steps(self.factors | factors, self.repeats + repeats, (*self.sums, total))
+
+    def joined(self, other: _Steps) -> _Steps:
+        """The steps of two pieces of a value."""
+        sums = dict.fromkeys((*self.sums, *other.sums))
+        return _Steps(self.factors | other.factors, max(self.repeats, other.repeats), tuple(sums))
+
+
 @once_per_jaxpr
 def repeated_updates(jaxpr: Any) -> frozenset[Any]:
     """The residual additions that are steps of one map, as an unrolled loop has them.
 
     Between two such additions, matmuls multiply by no input that they did not multiply by in earlier steps. Each layer
-    of a network has parameters of its own.
+    of a network has parameters of its own. A call may be a step as well.
     """
-    additions, states = residual_additions(jaxpr), carried(jaxpr)
-    if len(additions) < 2:
+    additions, states = residual_additions(jaxpr), states_of(jaxpr)
+    calls = {v: terms for eqn in jaxpr.eqns if primitive(eqn.primitive.name).call for v, terms in _added_inside(eqn)}
+    if len(additions) + len(calls) <= _REPEATS:
         return frozenset()
     factors: dict[Any, frozenset[Any]] = {}  # the inputs that matmuls multiplied by, since the last addition
-    seen: dict[Any, frozenset[Any]] = {}  # and before it
-    repeats: dict[Any, int] = {}  # how many of its additions repeat an earlier one
-    chain: dict[Any, tuple[Any, ...]] = {}  # the additions of the sum that a value is
+    steps: dict[Any, _Steps] = {}
     origin: dict[Any, Any] = {v: v for v in jaxpr.invars}
     found: set[Any] = set()
     for eqn in jaxpr.eqns:
         read = variables(eqn.invars)
-        if is_moved_whole(eqn) and read[0] in origin:
-            origin[eqn.outvars[0]] = origin[read[0]]
-        if eqn.outvars and (state := states.get(eqn.outvars[0])) is not None:
-            known: dict[Any, Any]
-            for known in (seen, repeats, chain):
-                known.update({eqn.outvars[0]: known[state]} if state in known else {})
         multiplied = frozenset().union(*(factors.get(v, frozenset()) for v in read), _factors(eqn, origin))
-        if eqn.outvars and eqn.outvars[0] in additions:
-            stream = min(read, key=lambda v: len(factors.get(v, frozenset())))
-            step, before = multiplied - factors.get(stream, frozenset()), seen.get(stream, frozenset())
-            seen[eqn.outvars[0]] = before | step
-            chain[eqn.outvars[0]] = (*chain.get(stream, ()), eqn.outvars[0])
-            repeats[eqn.outvars[0]] = repeats.get(stream, 0) + (bool(step) and step <= before)
-            if repeats[eqn.outvars[0]] >= _REPEATS:
-                found.update(chain[eqn.outvars[0]])
-                chain[eqn.outvars[0]] = (eqn.outvars[0],)
-        elif multiplied:
-            factors.update((v, multiplied) for v in eqn.outvars)
+        if len(origins := {origin.get(v) for v in read}) == 1 and None not in origins:
+            origin.update((v, _origin(eqn, i, *origins)) for i, v in enumerate(eqn.outvars))
+        for out in eqn.outvars:
+            terms = calls.get(out, read if out in additions else ())
+            if terms:
+                stream = min(terms, key=lambda v: len(factors.get(v, frozenset())))
+                taken = steps.get(stream, _Steps()).then(multiplied - factors.get(stream, frozenset()), out)
+                if taken.repeats >= _REPEATS:
+                    found.update(taken.sums)
+                    taken = taken._replace(sums=(out,))
+                steps[out] = taken
+                continue
+            if states.root(out) is not out:
+                steps[out] = functools.reduce(_Steps.joined, (steps[v] for v in read if v in steps), _Steps())
+            if multiplied:
+                factors[out] = multiplied
     return frozenset(found)
 
 
+@once_per_jaxpr
+def repeats_calls(jaxpr: Any) -> bool:
+    """Whether calls of a program, or of a call in it, are steps of one map."""
+    eqns = [eqn for eqn in jaxpr.eqns if primitive(eqn.primitive.name).call]
+    return any(not repeated_updates(jaxpr).isdisjoint(eqn.outvars) for eqn in eqns) or any(
+        repeats_calls(sub.jaxpr) for eqn in eqns for sub in sub_jaxprs(eqn)
+    )
+
+
+def _added_inside(call: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """The results of a call that are sums of an operand and of what matmuls compute, with these operands."""
+    (inner,) = sub_jaxprs(call)
+    for v, out in zip(call.outvars, summary(inner.jaxpr).outs, strict=True):
+        terms = [call.invars[i] for i, added in out.terms.items() if added and out.products]
+        terms = [w for w in variables(terms) if w.aval.shape == v.aval.shape and len(v.aval.shape) > 1]
+        if terms:
+            yield v, terms
+
+
+def _origin(eqn: Any, i: int, origin: Any) -> Any:
+    """The origin of the `i`-th result of an equation that reads one input alone: the input, or which slice of it."""
+    row = primitive(eqn.primitive.name)
+    if row.op is not Op.MOVE or row.whole:
+        return origin
+    return origin, i, str(eqn.params), *(int(v.val) for v in eqn.invars if isinstance(v, compat.Literal))
+
+
 def _factors(eqn: Any, origin: Mapping[Any, Any]) -> set[Any]:
-    """The inputs of a program, moved or not, by which the matmuls of an equation multiply."""
+    """The inputs of a program, or functions of one, by which the matmuls of an equation multiply."""
     if eqn.primitive.name in MATMULS:
         read = eqn.invars[:2]
     else:

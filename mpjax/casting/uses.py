@@ -184,7 +184,7 @@ def _of_operands(jaxpr: Any, eqn: Any, of: Mapping[Any, Use], listing: Listing, 
         or (row.adds and cancels(jaxpr, eqn, _is_direct(eqn, of) or _is_recomputed(jaxpr, eqn, setting)))
         or to_integers
         or steps
-        or (out & Use.AMPLIFIED and (not row.kernel or listing.op is Op.INFER))
+        or (out & Use.AMPLIFIED and (not row.kernel or row.lookup or listing.op is Op.INFER))
     ):
         use = use | Use.AMPLIFIED
     # Numbers of fewer bits are no indices, but values that are quantised.

@@ -172,6 +172,11 @@ class Primitive(NamedTuple):
         return self.whole or bool(self.elements)
 
     @property
+    def overwrites(self) -> bool:
+        """Whether it overwrites a part of its first operand by another."""
+        return self.elements.startswith("0,")
+
+    @property
     def is_affine(self) -> bool:
         """Whether it only adds, scales, joins and moves elements, or chooses among them."""
         return self.backward.saves is Saves.NOTHING or bool(self.linear) or self.keeps_values

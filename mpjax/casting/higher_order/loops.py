@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from mpjax.casting.classify import Listing
@@ -73,12 +73,19 @@ def _uses_fixed_point(eqn: Any, outs: tuple[Use, ...], setting: Setting) -> tupl
         outs = tuple(out | use for out, use in zip(outs, of_carry, strict=True))
     # The steps of an update are rounded as little as what they update.
     updated = {i for i in range(body.carry) if added_to(body, i) and (setting.wide_stream or is_one_map(body, i))}
-    wanted = tuple(use | Use.AMPLIFIED if i in updated and use else use for i, use in enumerate(outs))
+
+    # What a gate multiplies decays: its last value, if it is read, would show the roundings of the last steps.
+    always = {i for i in updated if not is_gated(body, i)}
+
+    def unrounded(wanted: Sequence[Use], which: Container[int]) -> tuple[Use, ...]:
+        return tuple(use | Use.AMPLIFIED if i in which and use else use for i, use in enumerate(wanted))
+
+    wanted = unrounded(outs, updated)
     end = body.consts + body.carry
     while True:
         of_body = uses(body.jaxpr, wanted, setting)
         carry = of_body.inputs[body.consts : end]
-        wider = tuple(a | b for a, b in zip(wanted, carry, strict=False)) + wanted[body.carry :]
+        wider = unrounded([*(a | b for a, b in zip(wanted, carry, strict=False)), *wanted[body.carry :]], always)
         if wider == wanted:
             return wanted, of_body
         wanted = wider  # Uses only grow, so this ends.
