@@ -217,7 +217,7 @@ class _Steps(NamedTuple):
 
     Args:
         factors: The inputs that their matmuls multiplied by.
-        repeats: How many of them multiplied by no other inputs than those before.
+        repeats: How many of them, in a row, multiplied by no other inputs than those before.
         sums: What they added to, and the sums.
     """
 
@@ -227,8 +227,8 @@ class _Steps(NamedTuple):
 
     def then(self, factors: frozenset[Any], total: Any) -> _Steps:
         """With one step more."""
-        repeats = bool(factors) and factors <= self.factors
-        return _Steps(self.factors | factors, self.repeats + repeats, (*self.sums, total))
+        repeats = self.repeats + bool(factors) if factors <= self.factors else 0
+        return _Steps(self.factors | factors, repeats, (*self.sums, total))
 
     def joined(self, other: _Steps) -> _Steps:
         """The steps of two pieces of a value."""
