@@ -280,6 +280,15 @@ def test_a_stream_may_be_scaled_and_normalised(name, scan):
     assert kept <= kept_in_half
 
 
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("layers", [4, 8])
+@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.hard_swish])
+def test_few_layers_that_activate_their_sum_are_deep(activation, layers):
+    """Up to 5 times the error by hand: a smooth activation makes more of the roundings of the sum before it."""
+    network = network_of(lambda h, w: activation(h + 0.5 * branch(h, w)), scan=False)
+    assert errors_of(network, layers, in_bfloat16)[0] <= 1.6
+
+
 def rows_in_turn(h, w):
     """Layers of chosen rows (mixture of depths), sorted before and after."""
     order = jnp.array([2, 0, 3, 1])
