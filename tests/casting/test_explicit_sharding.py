@@ -128,6 +128,17 @@ def test_explicit_axes_inside_an_auto_mesh():
     jax.tree.map(lambda h, f: assert_close(h, f, "float16"), half, full)
 
 
+def test_attention_of_constants_has_the_type_that_the_program_gives_it():
+    """JAX puts it on the mesh; a kernel's result is where its operands are, and constants are on none."""
+    tokens = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    causal = np.tril(np.ones((3, 3), bool))
+    fun = lambda: jax.nn.softmax(jnp.where(causal, jnp.array(tokens) @ tokens.T, -1e30)) @ tokens
+    half = mpjax.autocast(fun, rules=mpjax.Rules(attention="fused"))
+    with pytest.warns(mpjax.UnusedRuleWarning, match="not on the explicit mesh"):
+        found = jax.eval_shape(half)
+    assert found.sharding == jax.eval_shape(fun).sharding
+
+
 @pytest.mark.parametrize(("how", "dtype"), [("autocast", "float16"), ("with_policy", "bfloat16")])
 def test_a_sharded_training_step_follows_float32(how, dtype):
     model = nn.Sequential([nn.Dense(32), nn.LayerNorm(), nn.relu, nn.Dense(16)])

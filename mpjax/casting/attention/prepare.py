@@ -52,6 +52,9 @@ def _issued(attention: Attention, flow: Inlined, setting: Setting) -> tuple[list
     """The operands and options of an attention, or why it is not fused: by its form, by the rules, or by the kernel."""
     if attention.why_not:
         return attention.why_not
+    of_constants = not compat.is_explicit(attention.scores.invars[0].aval)
+    if of_constants and compat.is_explicit(attention.values.outvars[0].aval):
+        return "its queries are constants, which are not on the explicit mesh of its results"
     listings = [classify(eqn, setting) for eqn in (attention.scores, attention.values)]
     why = next((each.why for each in listings if each.op is not Op.ALLOW), "")
     try:
