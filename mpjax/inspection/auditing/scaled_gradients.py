@@ -25,12 +25,11 @@ def scaling_risks(flow: Flow) -> Iterator[tuple[str, Site]]:
     twice.
     """
     factors, first = list[_Scaled](), set[Value]()
-    for node in (each for each in flow.eqns if each.site.phase == BACKWARD and each.writes):
-        if any(_is_one(flow, v) for v in node.reads) and not any(v.aval.shape for v in node.reads):
-            first |= flow.after(node.writes[0])
-            pairs = zip(node.reads, node.reads[::-1], strict=True) if node.site.name == "mul" else ()
-            others = [flow.source(v, repeats) for one, v in pairs if _is_one(flow, one)]
-            factors += [_Scaled(flow, node.writes[0], factor) for factor in others[:1]]
+    for node in _starts(flow):
+        first |= flow.after(node.writes[0])
+        pairs = zip(node.reads, node.reads[::-1], strict=True) if node.site.name == "mul" else ()
+        others = [flow.source(v, repeats) for one, v in pairs if _is_one(flow, one)]
+        factors += [_Scaled(flow, node.writes[0], factor) for factor in others[:1]]
     scaled = {value for factor in factors if factor.may_be_scale for value in factor.values}
     backward = [each for each in flow.eqns if each.site.phase == BACKWARD and scaled.isdisjoint(each.reads)]
     marks = [each for each in backward if each.site.name == "unscaled" and each.site.eqn.params.get("backward")]
@@ -42,6 +41,19 @@ def scaling_risks(flow: Flow) -> Iterator[tuple[str, Site]]:
     for factor in factors:
         yield from (("clipped", site) for site in factor.clips())
         yield from (("divided", site) for site in factor.divided_again())
+
+
+def _starts(flow: Flow) -> Iterator[Node]:
+    """The equations that read the first cotangent of a backward pass."""
+    for node in (each for each in flow.eqns if each.site.phase == BACKWARD and each.writes):
+        if any(_is_one(flow, v) for v in node.reads) and not any(v.aval.shape for v in node.reads):
+            yield node
+
+
+def follows_cotangent(flow: Flow, node: Node) -> bool:
+    """Whether an equation depends on the first cotangent of a backward pass; true where none is seen."""
+    starts = [each.writes[0] for each in _starts(flow)]
+    return not starts or any(flow.depends(node.reads, start) for start in starts)
 
 
 class _Scaled:
