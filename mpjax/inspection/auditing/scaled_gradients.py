@@ -86,15 +86,18 @@ class _Scaled:
             if node.site.phase != BACKWARD and self._is_bounded(node):
                 yield node.site
 
-    def divided_again(self) -> Iterator[Site]:
+    def divided_again(self) -> Iterable[Site]:
         """The divisions by the factor of what was divided by it."""
-        true = set(self.divisions)
-        for node in self.flow.eqns:
+        true, found = set(self.divisions), dict[int, Site]()
+        for node in (*self.flow.eqns, *self.flow.eqns):  # a conditional comes before the equations of its branches
+            for branch in node.inner if node.site.name == "cond" else ():
+                true.update(v for v, end in zip(node.writes, branch.outputs, strict=True) if end in true)
             if not true.isdisjoint(node.reads):
                 if self._divided(node) in true:
-                    yield node.site
+                    found[id(node)] = node.site
                 elif repeats(node) or primitive(node.site.name).scales or node.site.name in ("select_n", "max", "min"):
                     true.update(node.writes)
+        return found.values()
 
     def _scaled_reads(self, node: Node) -> list[Value]:
         """The scaled values that an equation reads, or that the body of a loop returns."""
