@@ -29,8 +29,6 @@ from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD
 from mpjax.program.tracing import TracedCall
 
-# By name: each of these gradients has a form.
-
 
 def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None = None) -> NonFinite | None:
     """Finds the first operation that made an inf or NaN from finite inputs, in the forward or the backward pass.
