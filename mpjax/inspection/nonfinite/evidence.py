@@ -81,16 +81,22 @@ def is_half_over_sqrt(flow: Flow, node: Node) -> bool:
     return maker is not None and maker.site.name == "sqrt"
 
 
-def is_derivative(flow: Flow, node: Node) -> bool:
-    """Whether an equation of the forward pass, or of its recomputation, only computes a derivative."""
+def is_derivative(flow: Flow, node: Node, of_value: set[int]) -> bool:
+    """Whether an equation of the forward pass, or of its recomputation, only computes a derivative.
+
+    Args:
+        flow: The program.
+        node: The equation.
+        of_value: What `primal` finds.
+    """
     if node.site.phase == FORWARD:
-        return id(node.site.eqn) not in _primal(flow)
+        return id(node.site.eqn) not in of_value
     is_power = node.site.name in ("pow", "integer_pow")  # of which the derivative is one too
     readers = [reader for v in node.writes for reader in flow.readers.get(v, ())]
     return is_half_over_sqrt(flow, node) or (is_power and all(each.site.phase == BACKWARD for each in readers))
 
 
-def _primal(flow: Flow) -> set[int]:
+def primal(flow: Flow) -> set[int]:
     """The equations of the forward pass, by `id`, that compute the function's value and not only a derivative."""
     found = set[int]()
 

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
-from mpjax.inspection.nonfinite.evidence import is_derivative
+from mpjax.inspection.nonfinite.evidence import is_derivative, primal
 from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite, finite_but, finite_if, is_integer
 from mpjax.inspection.nonfinite.provenance import (
-    MADE,
     CodeProbe,
     Provenance,
     Replay,
@@ -79,8 +78,7 @@ class Examined:
         if fault.is_argument:
             program.leaves = [finite(x) if i == fault.number else x for i, x in enumerate(self.leaves)]
         else:
-            alike = (n for n in self._alike(fault) if self._is_derivative(n) == self._is_derivative(fault.number))
-            program.finite = self.finite.union(alike, (n for n in self.places if self._follows(n, fault)))
+            program.finite = self.finite.union(self._alike(fault), (n for n in self.places if self._follows(n, fault)))
         program.is_repaired = True
         program._start()
         return program
@@ -93,7 +91,8 @@ class Examined:
         if one.source != two.source:
             return False
         reads = self.node(other.number).reads
-        depends = any(self.flow.depends(reads, v) for v in self.node(self.fault.number).writes)
+        writes = self.node(self.fault.number).writes
+        depends = one.phase == two.phase and any(self.flow.depends(reads, v) for v in writes)
         # In the loop of the backward pass, the operand of a derivative is an array of all iterations.
         in_loop = self.fault.indices(self.places) == other.indices(self.places) != ()
         return depends or (in_loop and two.phase == BACKWARD) or self._follows(other.number, self.fault)
@@ -105,21 +104,26 @@ class Examined:
             return False
         node, first = self.node(number), self.node(fault.number)
         of = {v.whole or v for v in (*first.reads, *first.writes)}
-        is_derivative = place.phase == BACKWARD or self._is_derivative(number)
+        is_derivative = place.phase == BACKWARD or self.is_derivative(number)
         return is_derivative and not of.isdisjoint(v.whole or v for v in node.reads)
 
-    @property
-    def is_derivative(self) -> bool:
-        """Whether its fault is in an equation of the forward pass that only computes a derivative."""
-        return self.fault.rank == MADE and self._is_derivative(self.fault.number)
-
-    def _is_derivative(self, number: int) -> bool:
-        return is_derivative(self.flow, self.node(number))
+    def is_derivative(self, number: int) -> bool:
+        """Whether an equation of the forward pass, or of its recomputation, only computes a derivative."""
+        return is_derivative(self.flow, self.node(number), self.primal)
 
     def node(self, number: int) -> Node:
         """An equation."""
         place = self.places[number]
-        return next(node for node in self.flow.eqns if node.site.eqn is place.eqn and node.site.phase == place.phase)
+        return self._nodes[id(place.eqn), place.phase]
+
+    @functools.cached_property
+    def _nodes(self) -> dict[tuple[int, str], Node]:
+        return {(id(node.site.eqn), node.site.phase): node for node in reversed(self.flow.eqns)}
+
+    @functools.cached_property
+    def primal(self) -> set[int]:
+        """The equations that compute the function's value: see `evidence.primal`."""
+        return primal(self.flow)
 
     def name_of(self, leaf: int) -> str:
         """The argument of a leaf, in words."""
@@ -161,8 +165,13 @@ class Examined:
 
     def _alike(self, fault: Provenance) -> set[int]:
         """The equation of a fault, and the same operation of the same line in repeated layers."""
-        here = self.places[fault.number]
-        return {n for n, p in self.places.items() if p.name == here.name and p.source == here.source}
+
+        def kind(number: int) -> tuple[Any, ...]:
+            place = self.places[number]
+            return place.name, place.source, place.phase == BACKWARD
+
+        first, derivative = kind(fault.number), self.is_derivative(fault.number)
+        return {n for n in self.places if kind(n) == first and self.is_derivative(n) == derivative}
 
 
 def search(program: Examined) -> Provenance | None:

@@ -17,6 +17,7 @@ from mpjax.inspection.auditing.scaled_gradients import follows_cotangent
 from mpjax.inspection.nonfinite import evidence
 from mpjax.inspection.nonfinite.examined import Examined, first_that_reaches, search
 from mpjax.inspection.nonfinite.point import is_number
+from mpjax.inspection.nonfinite.provenance import MADE
 from mpjax.inspection.nonfinite.report import GROWING, OperandRange, Symptoms, diagnosis_of
 from mpjax.inspection.nonfinite.report import NonFinite as NonFinite
 from mpjax.inspection.reports import array_text
@@ -76,7 +77,9 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     if not causes:
         return None
     # The value before its derivative: a division by zero before that of a square root of zero.
-    program, *rest = sorted(causes, key=lambda cause: cause.is_derivative)
+    program, *rest = sorted(
+        causes, key=lambda cause: cause.fault.rank == MADE and cause.is_derivative(cause.fault.number)
+    )
     in_float32_, written = (functools.cache(functools.partial(f, fun, args, kwargs)) for f in (in_float32, as_written))
     found, *others = (
         _in_argument(cause, cause.fault.number)
@@ -152,7 +155,7 @@ def _examined(
     which, index, device = map(int, here["index"])
     out = [v.aval for v in eqn.outvars if is_inexact(v)][which]
     node = program.node(fault.number)
-    derivative = evidence.is_derivative(flow, node)
+    derivative = program.is_derivative(fault.number)
     element = tuple(map(int, np.unravel_index(index, out.shape)))
     value = float(there["value"]) if reached else None
     kind = "nan" if np.isnan(here["value"]) else "inf"
