@@ -13,7 +13,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from mpjax.inspection.nonfinite.evidence import is_derivative, primal
-from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite, finite_but, finite_if, is_integer
+from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite, finite_but, is_integer
 from mpjax.inspection.nonfinite.provenance import (
     CodeProbe,
     Provenance,
@@ -56,7 +56,6 @@ class Examined:
         self.whiles = [place for place in self.places.values() if place.name == "while"]
         self.finite: frozenset[int] = frozenset()  # the equations whose elements are made finite
         self.is_repaired = False
-        self.coded: Eager | None = None
         self.fault: Provenance
         self.codes: Sequence[int] = ()  # of the results
         self.replay: Replay
@@ -90,8 +89,7 @@ class Examined:
         one, two = self.places[self.fault.number], self.places[other.number]
         if one.source != two.source:
             return False
-        reads = self.node(other.number).reads
-        writes = self.node(self.fault.number).writes
+        reads, writes = self.node(other.number).reads, self.node(self.fault.number).writes
         depends = one.phase == two.phase and any(self.flow.depends(reads, v) for v in writes)
         # In the loop of the backward pass, the operand of a derivative is an array of all iterations.
         in_loop = self.fault.indices(self.places) == other.indices(self.places) != ()
@@ -113,8 +111,7 @@ class Examined:
 
     def node(self, number: int) -> Node:
         """An equation."""
-        place = self.places[number]
-        return self._nodes[id(place.eqn), place.phase]
+        return self._nodes[id(self.places[number].eqn), self.places[number].phase]
 
     @functools.cached_property
     def _nodes(self) -> dict[tuple[int, str], Node]:
@@ -177,11 +174,7 @@ class Examined:
 def search(program: Examined) -> Provenance | None:
     """The first fault. A program without `while` runs only once."""
     trips = program.watched()[1] if program.whiles else {}
-    if program.coded is None or program.whiles:  # else it compiles loops once
-        program.coded = Eager(CodeProbe(program.block, trips))
-    repaired = np.array([n in program.finite for n in range(program.block.end)])
-    program.coded.replace = Partial(finite_if, repaired)
-    outs, notes = program.run(program.coded, program.leaves)
+    outs, notes = program.run(program.evaluation(CodeProbe(program.block, trips)), program.leaves)
     program.codes, arguments = jax.device_get((_codes(outs), _codes(program.leaves)))
     arguments = list(map(code_of_argument, program.leaves, arguments))
     fault, program.replay = first_fault(

@@ -104,14 +104,6 @@ def finite_but(probe: Probe, alike: Collection[int], fault: Provenance | None = 
     return replace
 
 
-def finite_if(repaired: Any, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays) -> Arrays:
-    """A `replace` of an `Instrumented`: makes the results of some equations finite, a bool for each number."""
-    is_repaired = repaired[place.number]
-    if not isinstance(is_repaired, jax.core.Tracer) and not is_repaired:
-        return outs
-    return [finite(x, ~is_repaired) if is_inexact(x) else x for x in outs]
-
-
 def _with_finite_elements(probe: Probe, x: Any, hit: Any, low: Any, high: Any) -> Any:
     if not is_inexact(x):
         return x
