@@ -352,8 +352,9 @@ def _largest(arrays: Iterable[Sequence[tuple[int, Any]]], which: int) -> tuple[f
     return max(errors, default=(0.0, -1), key=_first)
 
 
-def _first(row: tuple[float, int]) -> float:
-    return row[0]
+def _first(row: tuple[float, int]) -> tuple[float, bool]:
+    """An order in which the first equation of the largest error is the greatest; the number -1 is none."""
+    return row[0], row[1] >= 0
 
 
 def _error(notes: Iterable[Any], which: int) -> float:
