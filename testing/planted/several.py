@@ -155,7 +155,7 @@ def mean_in_half_and_a_decay() -> None:
         return new, (0.999 * x).astype(jnp.float32)
 
     def found(dtype: Any) -> list[tuple[str, str]]:
-        args = np.ones(SIZE, dtype), np.ones(SIZE, dtype), np.float32(9)
+        args = np.ones(SIZE, dtype), np.ones(SIZE, dtype), np.int32(9)
         return [(risk.kind, risk.source) for risk in mpjax.audit(step, *args).risks]
 
     half = found(jnp.bfloat16)

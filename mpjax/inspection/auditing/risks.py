@@ -321,11 +321,12 @@ def _is_reduction(flow: Flow, terms: Iterable[Value]) -> bool:
 
 
 def _is_running_mean(flow: Flow, terms: Sequence[Value]) -> bool:
-    """Whether one of the terms of a sum is a difference from another, divided by a number that is no constant."""
+    """Whether one of the terms of a sum is a difference from another, divided by a count."""
     for quotient in (node for v in terms if (node := flow.maker(v)) is not None and node.site.name == "div"):
         count = flow.source(quotient.reads[1], repeats)
-        difference = flow.maker(flow.source(quotient.reads[0], repeats))
-        if difference is not None and difference.site.name == "sub" and not count.aval.shape and count.constant is None:
+        node, difference = flow.maker(count), flow.maker(flow.source(quotient.reads[0], repeats))
+        is_count = (node is not None and _counts(flow, node)) or (count.kind == INPUT and count.aval.dtype.kind in "iu")
+        if is_count and difference is not None and difference.site.name == "sub":
             return flow.source(difference.reads[1], repeats) in terms
     return False
 
