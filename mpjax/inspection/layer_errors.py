@@ -11,13 +11,13 @@ import jax
 import numpy as np
 
 from mpjax.casting.classify import default_listing
-from mpjax.inspection.lockstep import Group, Grouped, error_note
+from mpjax.inspection.lockstep import UNKNOWN, Group, Grouped, error_note
 from mpjax.inspection.ranges.activations import equations_of_gradients
 from mpjax.inspection.reports import Report, Section, by_key, folded_rows, percent, short_dtypes
 from mpjax.inspection.trials import Loss, laid_out, scale_state, trace_to_run
 from mpjax.program import compat
 from mpjax.program.dataflow import dataflow
-from mpjax.program.dtypes import is_float, is_half, is_low
+from mpjax.program.dtypes import is_half, is_low
 from mpjax.program.formats import SCALED
 from mpjax.program.graph import Site
 from mpjax.program.primitives import Op, drops_axes, primitive
@@ -305,7 +305,7 @@ def _modules(found: Grouped, notes: Mapping[Any, Any], parameters: int) -> list[
     for group in dict.fromkeys(group for group, _ in arrays):
         passed_on = [arrays.get((group, backward), {}).values() for backward in (False, True)]
         own, total = ([_largest(each, which) for each in passed_on] for which in (2, 1))
-        site, errors = places[max(own)[1]], (own[0][0], own[1][0], total[0][0], total[1][0])
+        site, errors = places[max(own, key=_first)[1]], (own[0][0], own[1][0], total[0][0], total[1][0])
         dtypes = dict.fromkeys(v.aval.dtype.name for p in by_group[group] for v in p.outvars if is_low(v))
         denied = dict.fromkeys(place.name for place in by_group[group] if is_denied(place))
         where = site.name, site.source, tuple(denied)
@@ -331,12 +331,12 @@ def _jump(found: Grouped, arrays: Sequence[Any], error: float) -> Jump | None:
     notes = jax.device_get(found.evaluated(arrays, results)[1])
     errors = {(number, i): _error([note], 1) for (_, number, i), note in notes.items()}
     for number, place in places.items():
-        reads = found.reads.get(number, ())
-        if place.loops and sum(is_float(v) for v in place.invars if isinstance(v, compat.Var)) > len(reads):
+        reads = found.reads.get(number, (UNKNOWN,))  # none if it only moves
+        if UNKNOWN in reads:
             continue  # It reads the state of a loop, whose error is that of all iterations.
         before = max((errors.get(read, 0.0) for read in reads), default=0.0)
         after = max((errors.get((number, i), 0.0) for i in range(len(place.outvars))), default=0.0)
-        if after >= max(_FACTOR * max(before, rounding), _SHARE * min(error, 1.0)):
+        if math.isfinite(before) and after >= max(_FACTOR * max(before, rounding), _SHARE * min(error, 1.0)):
             return Jump(place.path, place.source, place.name, before, after)
     return None
 
@@ -349,7 +349,12 @@ def _largest(arrays: Iterable[Sequence[tuple[int, Any]]], which: int) -> tuple[f
         return math.inf if bad[which - 1] else float(size) ** 2 * float(sums[which])
 
     errors = [(_error([note for _, note in found], which), max(found, key=contribution)[0]) for found in arrays]
-    return max(errors, default=(0.0, -1))
+    return max(errors, default=(0.0, -1), key=_first)
+
+
+def _first(row: tuple[float, int]) -> tuple[float, bool]:
+    """An order in which the first equation of the largest error is the greatest; the number -1 is none."""
+    return row[0], row[1] >= 0
 
 
 def _error(notes: Iterable[Any], which: int) -> float:

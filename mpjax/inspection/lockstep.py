@@ -39,6 +39,7 @@ class Group:
 
 
 Result = tuple[int, int]  # an equation's number and the index of a result
+UNKNOWN: Result = (-1, 0)  # a value that enters or leaves a loop or a branch
 
 
 class Grouped:
@@ -51,7 +52,7 @@ class Grouped:
         places: Its equations, by their number.
         groups: The group of each equation, by its number.
         passed_on: The results that an equation of another group reads or that the program returns.
-        reads: The results that each equation reads, by its number.
+        reads: The results that each equation reads, and `UNKNOWN` values, by its number.
         own: Which operands of each equation its own group computes, by its number.
     """
 
@@ -60,7 +61,7 @@ class Grouped:
         self.groups, self.passed_on, self.reads = groups_of(block), set[Result](), dict[int, tuple[Result, ...]]()
         self.own = dict[int, tuple[bool, ...]]()
         self._moved = set[Result]()  # the inputs of a block, moved
-        self._run(block)
+        self._run(block, None)
 
     def evaluated(self, arrays: Sequence[Any], measured: Iterable[Result]) -> tuple[list[Values], dict[Key, ErrorNote]]:
         """The results of the program and the errors of some of its values, given its arguments."""
@@ -69,23 +70,24 @@ class Grouped:
         evaluation.own = self.own
         return evaluation.block(self.block, arguments)
 
-    def _run(self, block: Block) -> None:
+    def _run(self, block: Block, given: Result | None) -> None:
         """Passes on the results of a block, whose inputs no group computes."""
-        self.passed_on.update(filter(None, self._block(block, [None] * len(block.jaxpr.invars))))
+        self.passed_on.update({*self._block(block, [given] * len(block.jaxpr.invars))} - {None, UNKNOWN})
 
     def _block(self, block: Block, ins: Sequence[Any]) -> list[Any]:
         env = block.environment(ins, [None] * len(block.jaxpr.constvars))
         return evaluate(block, env, self._rule, lambda literal, place: None)
 
-    def _rule(self, place: Site, producers: Sequence[Any]) -> Sequence[Any]:
+    def _rule(self, place: Site, given: Sequence[Any]) -> Sequence[Any]:
         if is_transparent(place):
-            return self._block(place.blocks[0], producers)
+            return self._block(place.blocks[0], given)
+        producers = [None if each == UNKNOWN else each for each in given]
         if passes_through(place) and producers[0] is not None:
             return producers[:1]
         inside, group = bool(place.blocks), self.groups[place.number]
         if passes_through(place):
             self._moved.add((place.number, 0))
-        self.reads[place.number] = tuple(filter(None, producers))
+        self.reads[place.number] = tuple(filter(None, given))
         is_same = [p is not None and self.groups[p[0]] == group for p in producers]
         self.own[place.number] = tuple(
             same and p not in self._moved for same, p in zip(is_same, producers, strict=True)
@@ -94,8 +96,8 @@ class Grouped:
             p for same, p in zip(is_same, producers, strict=True) if p is not None and (inside or not same)
         )
         for body in place.blocks:
-            self._run(body)
-        return [None if inside else (place.number, i) for i in range(len(place.outvars))]
+            self._run(body, UNKNOWN)
+        return [UNKNOWN if inside else (place.number, i) for i in range(len(place.outvars))]
 
 
 def is_transparent(place: Site) -> bool:

@@ -200,7 +200,9 @@ class _Planner:
         """The changes to make, of which the step that fits needs none."""
         if budget is not None and self.base.peak <= budget:
             return ()
-        return (*self.start, *cheapest(self.options, self.measure, budget or 0).chosen)
+        found = cheapest(self.options, self.measure, budget or 0)
+        chosen = (*self.start, *found.chosen)
+        return chosen if found.fits or self._compiled(chosen).peak < self.base.peak else ()
 
     def errors(self, args: Any, kwargs: Any, chosen: Combination) -> dict[Combination, float]:
         """The errors of the gradients with each change, if the arguments are arrays."""

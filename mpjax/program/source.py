@@ -140,7 +140,7 @@ def traceback_line(error: BaseException) -> str:
     latest = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
-        if not file.startswith((_PACKAGE, _JAX)):
+        if not is_library(file):
             latest = f"{os.path.basename(file)}:{line}"
     return latest
 

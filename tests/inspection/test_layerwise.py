@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -222,3 +223,47 @@ def test_the_first_line_where_the_total_error_jumps_is_named(kind):
     line = f"the total error jumps at {report.jump.source}: from "
     assert " ".join(report.text().split()).count(line) == 1
     assert mpjax.layerwise_error(mpjax.autocast(loss, "mixed_bfloat16"), params, batch).jump is None
+
+
+def rounded(x):
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def amplifies(x, is_bad):
+    return jnp.where(is_bad, jnp.log(1 - rounded(jnp.tanh(2 * x)) ** 2 + 1e-4), x)
+
+
+IN_BODIES = {
+    "scan": lambda x, bad: jax.lax.scan(lambda x, bad: (amplifies(x, bad), None), x, bad)[0],
+    "cond": lambda x, bad: jax.lax.cond(bad.any(), lambda x: amplifies(x, True), lambda x: x, rounded(x)),
+}
+
+
+@pytest.mark.parametrize("form", IN_BODIES)
+def test_no_line_behind_a_loop_or_a_branch_is_blamed_for_what_it_did(form):
+    def loss(w, x, bad):
+        return jnp.mean(IN_BODIES[form](x @ w, bad) ** 2)
+
+    w, x = np.eye(16, dtype=np.float32), np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    report = mpjax.layerwise_error(loss, w, 2 * x, np.arange(4) == 2)
+    assert report.gradient_error > 0.05
+    line = f"test_layerwise.py:{amplifies.__code__.co_firstlineno + 1}"
+    assert report.jump is None or report.jump.source == line, str(report)
+
+
+@pytest.mark.parametrize("hot", [(1, 5e4), (1, 5e4, 1)])
+def test_no_jump_is_from_what_is_not_finite(hot):
+    def layer(x, hot):
+        y = x.astype(jnp.float16)
+        z = y * hot.astype(jnp.float16) * y
+        return (z / hot.astype(jnp.float16)).astype(jnp.float32), None
+
+    loss = lambda x, hot: jnp.mean(jax.lax.scan(layer, x, hot)[0] ** 2)
+    report = mpjax.layerwise_error(loss, np.full((4, 4), 2, np.float32), np.array(hot, np.float32))
+    assert report.loss_error == np.inf
+    if len(hot) == 3:  # after the last overflow, all of the loop is infinite
+        assert report.jump is None, str(report)
+    else:
+        line = f"test_layerwise.py:{layer.__code__.co_firstlineno + 2}"
+        assert (report.jump.op, report.jump.source) == ("mul", line)
+        assert math.isfinite(report.jump.before)

@@ -259,6 +259,22 @@ def test_a_budget_that_cannot_be_met_says_how_far_the_best_is():
     assert "the least found is" in report.failure()
 
 
+def test_changes_that_raise_the_peak_are_no_advice():
+    def keeps_all(w, x):
+        layer = jax.checkpoint(
+            lambda w, x: jnp.tanh(jnp.sin(x @ w) * x), policy=jax.checkpoint_policies.everything_saveable
+        )
+        for _ in range(4):
+            x = layer(w, x)
+        return jnp.mean(x**2)
+
+    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 64), (4096, 64)))
+    for options in ({"memory": "4MB"}, {}):
+        report = mpjax.plan(keeps_all, w, x, **options)
+        assert min(row.peak for row in report.options) == report.peak
+        assert (report.chosen, report.edits, report.after) == ((), (), None)
+
+
 def test_without_a_known_memory_the_least_is_shown():
     params, _, x = shapes()
     report = mpjax.plan(loss_fn, params, x)

@@ -339,8 +339,8 @@ def _bounds(place: Site, given: Sequence[Facts]) -> tuple[float, float]:
         return _no_nan([*found, 0.0] if is_even and given[0].low < 0 < given[0].high else found)
     if name == "div" and given[0].low >= 0 and given[1].low >= 0:
         return 0.0, math.inf
-    if name in ("reduce_sum", "cumsum", "dot_general"):
-        terms = _terms(place)
+    if name in SUMS:
+        terms = terms_of(place)
         found = [terms * math.prod(corner) for corner in corners]
         return _no_nan([*found, 0.0] if name == "dot_general" else found)
     if row.keeps_values:
@@ -349,7 +349,10 @@ def _bounds(place: Site, given: Sequence[Facts]) -> tuple[float, float]:
     return -math.inf, math.inf
 
 
-def _terms(place: Site) -> int:
+SUMS = ("reduce_sum", "cumsum", "dot_general")
+
+
+def terms_of(place: Site) -> int:
     """The number of terms of each sum."""
     shape = place.invars[0].aval.shape
     if place.name == "cumsum":

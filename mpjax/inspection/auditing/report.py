@@ -214,7 +214,7 @@ class PrecisionReport(Report):
         """The share in half, and the most severe risk."""
         answer = f"{self.name}: no matmul or convolution"
         if self.matmuls:
-            in_float8 = f" ({self.float8_share:.1%} in float8)" if self.float8_share else ""
+            in_float8 = f" ({self.float8_share:.1%} in 8 bits)" if self.float8_share else ""
             total = amount(sum(self.flops.values()), "FLOP")
             answer = f"{self.name}: {self.half_share:.1%} in half{in_float8}, of {total}"
         if self.risks:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.inspection.auditing.amplified import Amplified, Facts, amplified, exact_up_to, of_constant
+from mpjax.inspection.auditing.amplified import SUMS, Amplified, Facts, amplified, exact_up_to, of_constant, terms_of
 from mpjax.inspection.auditing.constants import Lost, lost_constants, rounded, rounded_text
 from mpjax.inspection.auditing.scaled_gradients import repeats, scaling_risks, unchecked
 from mpjax.inspection.reports import by_key
@@ -30,6 +30,7 @@ MEANINGS = {
     "clipped": "a bound on gradients that are still multiplied by the loss scale: divide them by it before",
     "divided": "gradients that were divided by the loss scale already: updates are too small by as much",
     "unchecked": "the loss scale doesn't see an overflow, so it never falls: give it the gradients unchanged",
+    "wraps": "a sum of integers that may leave its dtype, and then starts again at the other end: sum in int32",
     "overflow": "a finite constant becomes infinite",
     "epsilon": "a constant that guards against zero becomes zero",
     "constant": "a constant near 1 becomes 1",
@@ -57,15 +58,16 @@ class Risk:
             `"divided"`: gradients are divided by the loss scale a second time;
             `"unchecked"`: inf or NaN of float16 gradients is replaced before the loss scale looks for it;
             `"exp"`, `"log"`, `"pow"`, `"sum"`, `"softmax"`, `"loss"`: computed in half;
+            `"wraps"`: a sum or matmul of integers of 8 or 16 bits whose result has as few;
             `"overflow"`: a finite constant (an additive mask) becomes infinite in half;
             `"epsilon"`: a constant becomes zero in half; `"constant"`: a constant near 1 becomes 1;
-        `"norm"`: a norm in float16, which overflows from 256 on;
+            `"norm"`: a norm in float16, which overflows from 256 on;
             `"update"`: a value is stored in half and changed by small amounts (weights, a moving average);
             `"accumulator"`: a loop's carry to which terms are added in half;
             `"ids"`: integer identifiers that become equal in half;
             `"amplified"`: a value is rounded to half at one line, and its error is amplified at this one.
         module, source, op: The module path, the line and the primitive.
-        dtype: The half dtype.
+        dtype: The half dtype, or that of the integers.
         phases: A subset of `"forward"`, `"backward"`, `"recomputed"`.
         count: Number of executions.
         why: The possible failure.
@@ -97,7 +99,7 @@ def risks_of(flow: Flow, original: Callable[[], TracedCall]) -> tuple[Risk, ...]
     roundings = [*_amplified(of_amplified)]
     found += [*roundings, *_operations(flow, {_place(site) for _, site, _, _ in roundings}), *_loss(flow)]
     for node in nodes:
-        found += _constants(node, known)
+        found += [*_constants(node, known), *_wraps(node, known)]
     found += _lost(
         nodes, lost_constants((node for node in nodes if primitive(node.site.name).op is not Op.CONVERT), original)
     )
@@ -159,6 +161,20 @@ def _constants(node: Node, known: dict[Value, Facts]) -> Iterator[RiskySite]:
                 yield "overflow", node.site, value.aval.dtype.name, why
     elif node.site.name == "iota" and is_half(node.writes[0]):
         yield from _inexact(node.site, node.writes[0].aval.dtype, known.get(node.writes[0], Facts()))
+
+
+def _wraps(node: Node, known: dict[Value, Facts]) -> Iterator[RiskySite]:
+    """Sums and matmuls of small integers whose bound is beyond the dtype of the result."""
+    out = node.writes[0].aval.dtype if node.site.name in SUMS else np.dtype(np.float32)
+    if out.kind not in "iu" or out.itemsize > 2:
+        return
+    facts = (of_constant(v.constant) if v.constant is not None else known.get(v, Facts()) for v in node.reads)
+    sizes = [np.iinfo(v.aval.dtype) for v in node.reads]
+    factors = [min(f.largest, max(-float(size.min), float(size.max))) for f, size in zip(facts, sizes, strict=True)]
+    terms, most = terms_of(node.site), np.iinfo(out).max
+    if terms * math.prod(factors) > most:
+        what = " × ".join(f"{factor:.0f}" for factor in factors)
+        yield "wraps", node.site, out.name, f"{terms} terms of up to {what} in {out.name}, which ends at {most}"
 
 
 def _cast(node: Node, known: dict[Value, Facts]) -> Iterator[RiskySite]:
@@ -281,7 +297,7 @@ def _accumulators(flow: Flow) -> Iterator[RiskySite]:
         of_gradients = any(maker.site.phase == BACKWARD for maker in makers)
         reads_input = any(v.kind == INPUT and is_half(v) for v in terms)
         is_added = node is not None and primitive(node.site.name).adds and reads_input
-        if is_added and (of_gradients or _is_reduction(flow, terms)):
+        if is_added and (of_gradients or _is_reduction(flow, terms) or _is_running_mean(flow, terms)):
             yield "accumulator", node.site, dtype.name, _summed("calls", dtype)
         elif node is not None and _counts(flow, node):
             why = f"a count in {dtype.name} stops at {exact_up_to(dtype)}: keep it in int32 or float32"
@@ -302,6 +318,17 @@ def _is_reduction(flow: Flow, terms: Iterable[Value]) -> bool:
     """Whether one of the terms of a sum is a sum or a mean of a batch itself, such as a count or a metric."""
     sources = (flow.source(v, lambda node: repeats(node) or primitive(node.site.name).scales) for v in terms)
     return any(maker.site.name == "reduce_sum" for v in sources if (maker := flow.maker(v)) is not None)
+
+
+def _is_running_mean(flow: Flow, terms: Sequence[Value]) -> bool:
+    """Whether one of the terms of a sum is a difference from another, divided by a count."""
+    for quotient in (node for v in terms if (node := flow.maker(v)) is not None and node.site.name == "div"):
+        count = flow.source(quotient.reads[1], repeats)
+        node, difference = flow.maker(count), flow.maker(flow.source(quotient.reads[0], repeats))
+        is_count = (node is not None and _counts(flow, node)) or (count.kind == INPUT and count.aval.dtype.kind in "iu")
+        if is_count and difference is not None and difference.site.name == "sub":
+            return flow.source(difference.reads[1], repeats) in terms
+    return False
 
 
 def _added_to(flow: Flow, before: Value, after: Iterable[Value], times: str) -> Iterator[RiskySite]:
@@ -385,6 +412,6 @@ def _merged(found: Iterable[RiskySite]) -> tuple[Risk, ...]:
     )
     for place, alike in by_key(places).items():
         sites, reasons = zip(*alike, strict=True)
-        phases = tuple(dict.fromkeys(site.phase for site in sites))
-        merged.append(Risk(*place, phases, sum(site.times for site in sites), reasons[0]))
+        phases, why = tuple(dict.fromkeys(site.phase for site in sites)), "; ".join(dict.fromkeys(reasons))
+        merged.append(Risk(*place, phases, sum(site.times for site in sites), why))
     return tuple(sorted(merged, key=lambda risk: list(MEANINGS).index(risk.kind)))

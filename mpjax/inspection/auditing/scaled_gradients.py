@@ -25,12 +25,11 @@ def scaling_risks(flow: Flow) -> Iterator[tuple[str, Site]]:
     twice.
     """
     factors, first = list[_Scaled](), set[Value]()
-    for node in (each for each in flow.eqns if each.site.phase == BACKWARD and each.writes):
-        if any(_is_one(flow, v) for v in node.reads) and not any(v.aval.shape for v in node.reads):
-            first |= flow.after(node.writes[0])
-            pairs = zip(node.reads, node.reads[::-1], strict=True) if node.site.name == "mul" else ()
-            others = [flow.source(v, repeats) for one, v in pairs if _is_one(flow, one)]
-            factors += [_Scaled(flow, node.writes[0], factor) for factor in others[:1]]
+    for node in _starts(flow):
+        first |= flow.after(node.writes[0])
+        pairs = zip(node.reads, node.reads[::-1], strict=True) if node.site.name == "mul" else ()
+        others = [flow.source(v, repeats) for one, v in pairs if _is_one(flow, one)]
+        factors += [_Scaled(flow, node.writes[0], factor) for factor in others[:1]]
     scaled = {value for factor in factors if factor.may_be_scale for value in factor.values}
     backward = [each for each in flow.eqns if each.site.phase == BACKWARD and scaled.isdisjoint(each.reads)]
     marks = [each for each in backward if each.site.name == "unscaled" and each.site.eqn.params.get("backward")]
@@ -42,6 +41,19 @@ def scaling_risks(flow: Flow) -> Iterator[tuple[str, Site]]:
     for factor in factors:
         yield from (("clipped", site) for site in factor.clips())
         yield from (("divided", site) for site in factor.divided_again())
+
+
+def _starts(flow: Flow) -> Iterator[Node]:
+    """The equations that read the first cotangent of a backward pass."""
+    for node in (each for each in flow.eqns if each.site.phase == BACKWARD and each.writes):
+        if any(_is_one(flow, v) for v in node.reads) and not any(v.aval.shape for v in node.reads):
+            yield node
+
+
+def follows_cotangent(flow: Flow, node: Node) -> bool:
+    """Whether an equation depends on the first cotangent of a backward pass; true where none is seen."""
+    starts = [each.writes[0] for each in _starts(flow)]
+    return not starts or any(flow.depends(node.reads, start) for start in starts)
 
 
 class _Scaled:
@@ -74,15 +86,18 @@ class _Scaled:
             if node.site.phase != BACKWARD and self._is_bounded(node):
                 yield node.site
 
-    def divided_again(self) -> Iterator[Site]:
+    def divided_again(self) -> Iterable[Site]:
         """The divisions by the factor of what was divided by it."""
-        true = set(self.divisions)
-        for node in self.flow.eqns:
+        true, found = set(self.divisions), dict[int, Site]()
+        for node in (*self.flow.eqns, *self.flow.eqns):  # a conditional comes before the equations of its branches
+            for branch in node.inner if node.site.name == "cond" else ():
+                true.update(v for v, end in zip(node.writes, branch.outputs, strict=True) if end in true)
             if not true.isdisjoint(node.reads):
                 if self._divided(node) in true:
-                    yield node.site
+                    found[id(node)] = node.site
                 elif repeats(node) or primitive(node.site.name).scales or node.site.name in ("select_n", "max", "min"):
                     true.update(node.writes)
+        return found.values()
 
     def _scaled_reads(self, node: Node) -> list[Value]:
         """The scaled values that an equation reads, or that the body of a loop returns."""

@@ -28,8 +28,13 @@ def at_iteration(iteration: Sequence[Any], target: Sequence[int]) -> Any:
 
 def is_number(x: Any) -> bool:
     """Whether a value or a variable is an array of numbers: floats, indices, labels."""
+    return is_inexact(x) or is_integer(x)
+
+
+def is_integer(x: Any) -> bool:
+    """Whether a value or a variable is an array of integers."""
     aval = getattr(x, "aval", None) or jax.typeof(x)
-    return is_inexact(x) or (compat.is_shaped(aval) and jnp.issubdtype(aval.dtype, jnp.integer))
+    return compat.is_shaped(aval) and jnp.issubdtype(aval.dtype, jnp.integer)
 
 
 class Reached(Exception):
@@ -71,27 +76,29 @@ class PointProbe(Probe):
         return jnp.array(False), {**numbers, **nothing, "ranges": [jnp.zeros(4, jnp.float32)] * ranges}
 
     def merge(self, key: Key, a: Any, b: Any) -> Any:
-        later = b[0] & (b[1]["chosen"] | ~a[0] | ~a[1]["chosen"])
+        later = b[0] & ~(a[0] & a[1]["chosen"])  # the first device that has it
         return jax.tree.map(lambda x, y: jnp.where(later, y, x), a, b)
 
 
-def finite_but(probe: Probe, fault: Provenance | None, alike: Collection[int]) -> Callable[..., Sequence[Any]]:
+def finite_but(probe: Probe, alike: Collection[int], fault: Provenance | None = None) -> Callable[..., Sequence[Any]]:
     """The `replace` of an `Instrumented`, after a span of positions: sets elements that are not finite to 1.
 
-    These are the elements of a fault outside of the span, of its other iterations, and of the same operation in
-    repeated layers. The position of an element is its flat index, counted after the elements of all earlier devices.
-    An array that several devices hold counts as that of the first of them.
+    These are the elements of some equations, but those of a fault inside of the span. The position of an element is its
+    flat index, counted after the elements of all earlier devices. An array that several devices hold counts as that of
+    the first of them.
 
     Args:
         probe: Knows the device.
-        fault: The fault; None to replace nothing.
-        alike: The numbers of its equation and of those like it.
+        alike: The numbers of the equations.
+        fault: The fault.
     """
 
     def replace(span: Any, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays) -> Arrays:
-        if fault is None or place.number not in alike:
+        if place.number not in alike:
             return outs
-        hit = at_iteration(iteration, fault.iteration) if place.number == fault.number else False
+        hit: Any = np.bool_(False)
+        if fault is not None and place.number == fault.number:
+            hit = at_iteration(iteration, fault.iteration)
         return [_with_finite_elements(probe, x, hit, *span) for x in outs]
 
     return replace
@@ -101,7 +108,11 @@ def _with_finite_elements(probe: Probe, x: Any, hit: Any, low: Any, high: Any) -
     if not is_inexact(x):
         return x
     position = np.arange(x.size, dtype=np.int32).reshape(x.shape) + probe.device(x) * x.size
-    kept = hit & (position >= low) & (position < high)
+    return finite(x, hit & (position >= low) & (position < high))
+
+
+def finite(x: Any, kept: Any = np.bool_(False)) -> Any:  # noqa: B008
+    """An array whose elements that are not finite are 1, but those that are kept."""
     numpy: Any = jnp
     if in_host_memory(x) and not isinstance(kept, jax.core.Tracer):
         numpy, x = np, np.asarray(x)

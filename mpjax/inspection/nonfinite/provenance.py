@@ -186,17 +186,10 @@ class Provenance:
         rank: The kind of source, one of the ranks above.
         when: The number of the equation, or the index of the argument. Inside loops, each loop's number and iteration
             come before it, outermost first.
-        others: The sources of other operands on the way. They don't distinguish it.
     """
 
     rank: int
     when: tuple[int, ...]
-    others: tuple[Provenance, ...] = dataclasses.field(default=(), compare=False)
-
-    @property
-    def all(self) -> tuple[Provenance, ...]:
-        """It and the others, without theirs."""
-        return Provenance(self.rank, self.when), *self.others
 
     @property
     def number(self) -> int:
@@ -230,17 +223,10 @@ class Provenance:
 
 
 Address = Provenance | None
-_OTHERS = 4  # as many are kept
-
-
-def _joined(addresses: Sequence[Address]) -> Address:
-    """The first of some sources, with the others."""
-    found = sorted({each for address in addresses if address for each in address.all})
-    return Provenance(found[0].rank, found[0].when, tuple(found[1 : _OTHERS + 1])) if found else None
 
 
 def first_fault(
-    block: Block, arguments: Sequence[int], outs: Sequence[int], notes: Mapping[Any, Any]
+    block: Block, arguments: Sequence[int], outs: Sequence[int], notes: Mapping[Any, Any], beside: bool = False
 ) -> tuple[Provenance | None, Replay]:
     """The first fault that reached a result of the program or a check for finite values, and what the replay found.
 
@@ -251,6 +237,7 @@ def first_fault(
             source.
         outs: The code of each result.
         notes: The notes of a `CodeProbe`.
+        beside: Whether a fault is known, beside which an infinite argument counts in any result.
     """
     given = [Provenance(IDLE_ARGUMENT, (i,)) if code else None for i, code in enumerate(arguments)]
     count = len(block.jaxpr.invars)
@@ -262,9 +249,10 @@ def first_fault(
     found = list(replay.checked)
     replay.results = [address if code else None for code, address in zip(outs, results, strict=True)]
     for v, code, address in zip(block.jaxpr.outvars, outs, results, strict=True):
-        last = USED_CONSTANT if not v.aval.shape else MADE
-        if code and address is not None and address.rank <= last:
-            found.append(address)
+        if code and address is not None:
+            counts = beside and address.is_argument and address.number not in replay.masks
+            if counts or address.rank <= (MADE if v.aval.shape else USED_CONSTANT):
+                found.append(address)
     return min(found, default=None), replay
 
 
@@ -292,7 +280,7 @@ class Replay:
         self.with_blocks, self.masks = with_blocks, masks
         self.checked: set[Provenance] = set()
         self.results: list[Address] = []  # the sources of results that are not finite
-        self.made: set[int] = set()  # the equations that made an inf or NaN, which may reach no result
+        self.made: set[tuple[int, ...]] = set()  # where an inf or NaN was made, which may reach no result
         self.from_masks: dict[Address, int] = {}  # the mask from which an equation made a NaN
         self.passed_on: set[Address] = set()
         self.entries: dict[Address, Provenance] = {}
@@ -303,13 +291,6 @@ class Replay:
         None if a `where` of the forward pass passes it on, or if it does not enter.
         """
         return None if fault in self.passed_on else self.entries.get(fault)
-
-    def others(self, fault: Provenance) -> list[Provenance]:
-        """The other sources of values that reach a result or a check, in order; of a mask's -inf, none."""
-        ends = {each for end in (*self.checked, *self.results) if end for each in end.all}
-        causes = [each for each in ends if each.rank == MADE or (each.is_argument and each.number not in self.masks)]
-        first = {each.place: each for each in sorted(causes, reverse=True)}
-        return sorted(each for each in first.values() if each.place != fault.place)
 
     def block(
         self, block: Block, addresses: Sequence[Address], iteration: _Iteration, consts: Sequence[Address] | None = None
@@ -331,7 +312,7 @@ class Replay:
         ins = [self._read_here(address, when) for address in ins]
         if row.whole:
             return list(ins[: len(outvars)])
-        given = _joined(ins)
+        given = min((address for address in ins if address), default=None)
         # A check for finite values ends in a reduction to one boolean, or in one comparison of a scalar.
         if given is not None and row.logic and (row.kernel or (name == "is_finite" and not outvars[0].aval.shape)):
             self.checked.add(given)
@@ -344,7 +325,10 @@ class Replay:
             return given if is_check else None
 
         outs = [of_result(i, v) for i, v in enumerate(outvars)]
-        self.made |= {place.number} if own in outs else set()
+        if own in outs:
+            self.made.add(when)
+            if place.phase == BACKWARD:
+                self.entries.setdefault(own, own)
         if given is not None and outs == [given]:
             if place.phase == BACKWARD:
                 self.entries.setdefault(given, own)
@@ -361,11 +345,11 @@ class Replay:
         if moves or given.rank in (BAD_ARGUMENT, MADE):
             return given
         if code == NAN and given.is_argument and given.number not in self.masks:
-            return Provenance(BAD_ARGUMENT, given.when, given.others)
+            return Provenance(BAD_ARGUMENT, given.when)
         if code == NAN:
             self.from_masks |= {own: given.number} if given.is_argument else {}
             return own
-        return Provenance(_USED.get(given.rank, given.rank), given.when, given.others)
+        return Provenance(_USED.get(given.rank, given.rank), given.when)
 
     def _read_here(self, address: Address, when: tuple[int, ...]) -> Address:
         """Assigns a constant that was passed to a sub-jaxpr to the equation there that reads it."""

@@ -55,6 +55,7 @@ class NonFinite(Report):
         direction: `"forward"` or `"backward"`; operations that a remat recomputes count as forward.
         iteration: Index in the enclosing loop, in the order of `scan`'s inputs; a tuple for nested loops, outermost
             first; None outside loops.
+        iterations: The number of iterations in which the operation made an inf or NaN.
         inputs: The ranges of the operation's inputs, of numbers.
         output: Dtype and shape of its result, as `float16[8,4]`.
         count: Number of elements of the result that are inf or NaN.
@@ -84,6 +85,7 @@ class NonFinite(Report):
     device: str | None = None
     unseen: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+    iterations: int = 1
 
     @property
     def title(self) -> str:
@@ -95,11 +97,20 @@ class NonFinite(Report):
         return "inf" if self.kind == "inf" else "NaN"
 
     @property
+    def _made(self) -> str:
+        return f"{self._what} made by {self.primitive} at {self.source or 'an unknown line'}"
+
+    @property
+    def _turn(self) -> str:
+        more = f" and {self.iterations - 1} more" if self.iterations > 1 else ""
+        return f", iteration {self.iteration}{more}" if self.iteration is not None else ""
+
+    @property
     def line(self) -> str:
         """The source and the diagnosis in one line."""
         if self.argument is not None:
             return f"{self._what} in {self.argument} before the call"
-        return f"{self._what} made by {self.primitive} at {self.source or 'an unknown line'}: {self.diagnosis}"
+        return f"{self._made}{self._turn}: {self.diagnosis}"
 
     def to_dict(self) -> dict[str, Any]:
         """The report as a dictionary."""
@@ -124,10 +135,8 @@ class NonFinite(Report):
         others = [f"  another cause: {other}" for other in self.others]
         if self.argument is not None:
             return "\n".join([f"{what} in {self.argument}: {self.diagnosis}", *others])
-        where = f"{self.primitive} at {self.source or 'an unknown line'}"
         lines = [
-            f"{what} made by {where}, module {self.module or '-'}, {self.direction} pass"
-            + (f", iteration {self.iteration}" if self.iteration is not None else ""),
+            f"{self._made}, module {self.module or '-'}, {self.direction} pass{self._turn}",
             f"  {self.diagnosis}",
             *others,
             f"  output {self.output}: {self.count} inf or NaN, the first that reaches the result is {self.element}"
@@ -152,6 +161,7 @@ class Symptoms:
         local: The element if only this operation runs in float32.
         float32: The element if the whole program runs in float32; None if the point was not reached there.
         backward: Whether the operation belongs to the backward pass.
+        scaled: Whether it depends on the cotangent of the loss, which a loss scale multiplies.
         derivative: Whether the forward pass computes it for the derivative alone.
         of_sqrt: Whether it is the derivative of a square root.
         float8: The float8 dtype of its result; empty for other dtypes.
@@ -159,6 +169,7 @@ class Symptoms:
         opaque: Whether the operation can run only in the dtypes it was traced for.
         constants: The constants that rounding made zero, one or inf.
         doubtful: Whether a constant of the line is zero in half, and it is not known what was written.
+        masked: Whether it subtracts the maximum of a row from the row.
         index: The index out of bounds with which a gather made it, in words.
         rounding: What was rounded before, if the operation amplifies it, and the line that rounded it.
         argument: The argument that the operation casts; empty if it is no such cast.
@@ -176,6 +187,7 @@ class Symptoms:
     float32: float | None
     backward: bool
     constant: bool
+    scaled: bool = True
     derivative: bool = False
     of_sqrt: bool = False
     float8: str = ""
@@ -183,6 +195,7 @@ class Symptoms:
     constants: Sequence[Lost] = ()
     doubtful: bool = False
     rounding: str = ""
+    masked: bool = False
     index: str = ""
     argument: str = ""
     where_gradient: bool = False
@@ -210,12 +223,15 @@ def diagnosis_of(found: Symptoms) -> str:
             "values before the cast"
         )
     cause = _SQRT if found.of_sqrt else _cause(found.primitive, found.operands, found.kind)
+    if cause and found.masked:
+        cause += ": the softmax of a row that holds only -inf, as one that is masked as a whole"
     if cause and found.index:
         cause = f"{found.index} is {_OUT_OF_BOUNDS}"
     if found.derivative and cause and not found.of_sqrt:
         cause = f"a derivative that is not finite here: {cause}"
     value = found.local if found.float32 is None else found.float32
-    if not cause and not math.isfinite(value) and found.kind == "inf" and found.primitive in GROWING:
+    grows = found.kind == "inf" and found.primitive in GROWING and not any(map(math.isinf, found.operands))
+    if not cause and not math.isfinite(value) and grows:
         cause = "overflow of the operation's own dtype"
         terms = f" {_SIGNS[found.primitive]} ".join(map(number, found.operands)) if found.primitive in _SIGNS else ""
         cause += f" ({terms})" if terms and all(map(math.isfinite, found.operands)) else ""
@@ -246,7 +262,7 @@ def diagnosis_of(found: Symptoms) -> str:
                 f"; it is in {found.argument}, so no loss scale changes it: scale it down, keep this line in float32, "
                 "or use bfloat16"
             )
-        if found.backward:
+        if found.backward and found.scaled:
             text += "; in the backward pass: if the loss is scaled, a smaller loss scale may keep it in range"
         return text
     text = "; ".join([f"{cause or 'NaN'} in {found.half} alone {shown}{_lost(found, cause)}", *_named(found)])

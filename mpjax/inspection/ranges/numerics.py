@@ -27,15 +27,17 @@ from mpjax.inspection.ranges.range_statistics import (
 )
 from mpjax.inspection.ranges.report import NumericsReport as NumericsReport
 from mpjax.inspection.ranges.report import Range, Tried
-from mpjax.inspection.trials import Loss, Trial, below_root, laid_out, scale_state, trace_to_run
+from mpjax.inspection.trials import Loss, Trial, argument_name, below_root, laid_out, scale_state, trace_to_run
 from mpjax.policy import HALF_DTYPES, Policy, get_policy
 from mpjax.program import compat
 from mpjax.program.dtypes import is_half, is_inexact, widened
 from mpjax.program.graph import Block
+from mpjax.program.inlining import flow_of
 from mpjax.program.interpreter import Eager
 from mpjax.program.linearity import NonlinearRuleWarning
-from mpjax.program.primitives import Op, primitive
+from mpjax.program.primitives import MATMULS, Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD
+from mpjax.program.tracing import TracedCall
 
 # A module that loses more than this share of its nonzero values should be kept in float32.
 _MUCH = 0.05
@@ -130,6 +132,7 @@ class _Compiled:
     counts: Counted
     probe: RangeProbe
     evaluation: Eager
+    multiplied: tuple[int, ...]  # the inputs that a matmul reads as they are
 
 
 class _Row(NamedTuple):
@@ -154,6 +157,7 @@ class _Measuring:
         # Whether it is packed for the backward pass; module, pass and dtype.
         self.eight_bits: dict[tuple[bool, str, str, tuple[str, ...]], EightBitRange] = {}
         self.unseen: dict[str, None] = {}
+        self.beyond: dict[str, float] = {}
         self.gradients: list[dict[str, float]] = []  # by batch and path, the largest at scale 1
         self.largest: list[tuple[float, int, Any, Any]] = []  # the batches with the largest gradients
 
@@ -164,10 +168,14 @@ class _Measuring:
         consts = compat.open_jaxpr(program.jaxpr).consts
         key = jax.tree.structure(args), *(jax.typeof(x) for x in (*program.arrays, *consts))
         if key not in self.compiled:
-            self.compiled[key] = self._compile(laid_out(program), len(names))
+            self.compiled[key] = self._compile(program, len(names))
         compiled = self.compiled[key]
-        arrays, consts = map(widened, program.arrays), [*map(widened, consts)]
-        outs, notes = compiled.evaluation.block(compiled.block, [*arrays], consts=consts)
+        arrays, consts = [*map(widened, program.arrays)], [*map(widened, consts)]
+        for i in compiled.multiplied:
+            size, name = tally_of(note([arrays[i]], self.limits)).max, argument_name(program.names[i])
+            if size >= self.limits.overflowed:
+                self.beyond[name] = max(size, self.beyond.get(name, 0.0))
+        outs, notes = compiled.evaluation.block(compiled.block, arrays, consts=consts)
         grads = outs[: len(names)]
         self.gradients.append({})
         self._take(compiled, jax.device_get(notes), zip(names, grads, strict=True))
@@ -176,14 +184,18 @@ class _Measuring:
         self.largest = sorted(rows, key=lambda row: -row[0])[:_KEPT]
         self.batches += 1
 
-    def _compile(self, block: Block, num_gradients: int) -> _Compiled:
+    def _compile(self, program: TracedCall, num_gradients: int) -> _Compiled:
+        block, flow = laid_out(program), flow_of(program.jaxpr)
+        moves = lambda node: primitive(node.site.name).moves  # noqa: E731
+        read = {flow.source(v, moves) for node in flow.eqns if node.site.name in MATMULS for v in node.reads}
+        multiplied = tuple(i for i, v in enumerate(flow.inputs) if v in read and is_inexact(v))
         counts = counted(block, num_gradients)
         quantised = filter(stores_eight_bits, block.places())
         measured = (p for p in block.places() if is_measured(p, counts))
         probe = RangeProbe(measured, lambda _: self.limits, counts.gradients | counts.parameters, quantised)
         self.unseen |= dict.fromkeys(block.not_entered())
         self.has_half |= any(is_half(v) for place in block.places() for v in place.eqn.outvars)
-        return _Compiled(block, counts, probe, Eager(probe, wide=True))
+        return _Compiled(block, counts, probe, Eager(probe, wide=True), multiplied)
 
     def _take(self, compiled: _Compiled, notes: Mapping[Any, Any], grads: Iterable[tuple[str, Any]]) -> None:
         counts = compiled.counts
@@ -222,7 +234,8 @@ class _Measuring:
             with warnings.catch_warnings(record=True) as caught:
                 # Those about operations that the policy leaves in float32 are dropped: here that is intended.
                 warnings.simplefilter("always")
-                kept, trials = self._tried([path for path in losing if path], report.init_scale)
+                inner = {path for path in losing for outer in losing if outer and path.startswith(f"{outer}/")}
+                kept, trials = self._tried([path for path in losing if path not in {"", *inner}], report.init_scale)
         except Exception as error:  # The report is valid without the trial.
             note = f"the recommendation was not tried: autocast fails with {type(error).__name__}: {error}"
             return dataclasses.replace(report, notes=(*report.notes, note))
@@ -253,7 +266,7 @@ class _Measuring:
             return (), tuple(found)
         kept, budget = list(losing), self.budget
         best = tried("with scale and overrides", self._scales(losing)[1] or init_scale, losing)
-        if not found[-1].error - best.error > budget:
+        if not found[-1].error - best.error > budget or (self.beyond and not best.half_share):
             return (), tuple(found)
         for path in losing if 1 < len(losing) <= _MOST_SINGLES else ():
             rest = [other for other in kept if other != path]
@@ -314,6 +327,7 @@ class _Measuring:
             outliers=tuple(sorted(self._outliers())),
             nonfinite=tuple(sorted(self._nonfinite())),
             trials=trials,
+            beyond=tuple(self.beyond.items()),
             unseen=tuple(self.unseen),
             budget=self.budget,
         )

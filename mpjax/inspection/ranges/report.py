@@ -102,6 +102,7 @@ class NumericsReport(Report):
             has none.
         packed: What eight bits do to the arrays that the backward pass keeps in them, by the module that reads them;
             empty without `Rules(residuals="int8")` or `"float8"`.
+        beyond: The arguments that a matmul reads and half does not hold, each with its largest magnitude.
         unseen: Operations that `numerics` could not look into (Pallas kernels, callbacks).
         trials: The errors of the gradients and the share in half without and with the recommendation. Empty if the
             program is already in half, or if nothing was tried.
@@ -127,6 +128,7 @@ class NumericsReport(Report):
     nonfinite: tuple[int, ...] = ()
     float8: tuple[EightBitRange, ...] = ()
     packed: tuple[EightBitRange, ...] = ()
+    beyond: tuple[tuple[str, float], ...] = ()
     unseen: tuple[str, ...] = ()
     trials: tuple[Tried, ...] = ()
     rules: tuple[str, ...] = ()
@@ -210,6 +212,8 @@ class NumericsReport(Report):
                 "scale are those of the others"
             )
         yield from self.rules
+        for name, size in self.beyond:
+            yield f"{self.dtype} does not hold {name}, up to {size:.3g}, which a matmul reads: scale it down"
         if self.keep_float32:
             yield f"{self.dtype} loses values that matter in {', '.join(self.keep_float32)}"
         if self.losing:
@@ -222,7 +226,7 @@ class NumericsReport(Report):
                 f"outliers: the gradients of batch {numbers} are far larger than those of the others; the scale leaves "
                 "them out, because dynamic loss scaling skips a step that overflows"
             )
-        if self.keep_float32 or self.losing or self.losing_lines or self.init_scale is None:
+        if self.beyond or self.keep_float32 or self.losing or self.losing_lines or self.init_scale is None:
             return
         if self.trials and not math.isfinite(self.trials[-1].error):
             yield (

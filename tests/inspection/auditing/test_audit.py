@@ -24,7 +24,7 @@ from mpjax.inspection.devices import DEVICES, device_of
 from testing import measures
 from testing.models.zoo import REGISTRY, harness
 
-F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+F16, BF16, F32, I8 = jnp.float16, jnp.bfloat16, jnp.float32, jnp.int8
 
 
 def shape(*sizes, dtype=F16):
@@ -241,6 +241,16 @@ FAULTS = {
         ["sum"],
     ),
     "count": (lambda x, n: (x @ x, n + jnp.ones((), F16)), (X, np.float16(0)), ["accumulator"]),
+    "running mean": (lambda x, m, n: (x @ x, m + (x - m) / n.astype(F16)), (X, X, np.int32(9)), ["accumulator"]),
+    "stored mean": (
+        lambda x, m, n: (x @ x, (m + (x - m) / (n + 1)).astype(F16)),
+        (X, X, np.float32(9)),
+        ["accumulator"],
+    ),
+    "count in 8 bits": (lambda x, i: (x @ x, jnp.sum((i == 3).astype(I8), dtype=I8)), (X, IDS), ["wraps"]),
+    "running count": (lambda x, i: (x @ x, jnp.cumsum((i == 3).astype(I8), dtype=I8)), (X, IDS), ["wraps"]),
+    "matmul in 8 bits": (lambda a: jax.lax.dot(a, a), (shape(256, 256, dtype=I8),), ["wraps"]),
+    "sum of 16 bits": (lambda x, i: (x @ x, jnp.sum(i, dtype=jnp.int16)), (X, shape(9, dtype=jnp.int16)), ["wraps"]),
     "rounded ids": (lambda t, i: t[i.astype(F16).astype(jnp.int32)] @ t.T, (TABLE, IDS), ["ids"]),
     "compared ids": (lambda x, i: (x @ x) * (i.astype(F16) == 3).astype(F16), (X, IDS), ["ids"]),
     "positions": (lambda x: (x @ x) * jnp.arange(4096).astype(F16)[:256], (X,), ["ids"]),
@@ -263,6 +273,15 @@ FINE = {
     "pixels": (lambda x, i: (i.astype(F16) / 255) @ x, (X, shape(256, 256, dtype=jnp.uint8)), []),
     "waves of positions": (lambda x: (x @ x) * jnp.sin(0.1 * jnp.arange(4096.0))[:256].astype(F16), (X,), []),
     "counts": (lambda x, i: (x @ x) * i.astype(F16), (X, IDS), []),
+    "count that fits": (lambda x, i: (x @ x, jnp.sum((i[:100] == 3).astype(I8), dtype=I8)), (X, IDS), []),
+    "matmul of 8 bits": (
+        lambda a: jax.lax.dot(a, a, preferred_element_type=jnp.int32),
+        (shape(256, 256, dtype=I8),),
+        [],
+    ),
+    "truncation": (lambda x, m, t: (x @ x, m + (x - m) / t), (X, X, F16(2)), []),
+    "interpolation": (lambda x, y, t: (x @ x, x + (y - x) * t), (X, X, F16(0.5)), []),
+    "standard score": (lambda x, m, s: (x @ x, (x - m) / s), (X, X, F16(2)), []),
     "sum in float32": (lambda x: jnp.sum(jnp.sum(x @ x), dtype=F32), (X,), []),
 }
 

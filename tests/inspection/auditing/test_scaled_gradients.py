@@ -134,3 +134,27 @@ def test_gradients_that_are_divided_twice_are_a_risk(divide):
     state = mpjax.dynamic_loss_scale(optax.sgd(0.1)).init(PARAMS)
     assert not lines_of("divided", lambda *args: step(*args, 0), PARAMS, state, X)
     assert lines_of("divided", lambda *args: step(*args, 1), PARAMS, state, X)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("form", ["cond", "switch"])
+def test_a_division_in_a_branch_is_followed(form, first):
+    def in_branch(grads, divide):
+        finite = jnp.isfinite(norm(grads))
+        branches = [lambda grads: times(grads, 0.0), divide]
+        if form == "switch":
+            return jax.lax.switch(finite.astype(int), branches, grads)
+        return jax.lax.cond(finite, *branches[::-1], grads)
+
+    def step(params, x, scale, again):
+        divide = lambda grads: over(grads, scale)
+        grads = gradients(params, x, scale)
+        if first:
+            grads = in_branch(grads, divide)
+            return times(divide(grads) if again else CLIPS["elements"](grads), 0.1)
+        return times(in_branch(divide(grads) if again else grads, divide), 0.1)
+
+    for again in (True, False):
+        args = PARAMS, X, np.float32(FIXED)
+        assert bool(lines_of("divided", lambda *args, again=again: step(*args, again), *args)) is again
+    assert not clips(lambda *args: step(*args, False), PARAMS, X, np.float32(FIXED))

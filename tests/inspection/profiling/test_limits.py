@@ -114,6 +114,15 @@ def test_a_line_that_waits_is_named_whether_or_not_the_step_can_be_compiled_as_a
     assert set(stepper.reads_at) <= {f"test_limits.py:{line}" for line in lines}
 
 
+def test_a_library_that_reads_an_array_is_not_the_line_that_waits():
+    def step(w):
+        return w * 2, np.linalg.svd(w)[1]
+
+    stepper = Stepper(step, (W,), None, 1)
+    stepper.warm_up()
+    assert stepper.reads_at == [f"test_limits.py:{step.__code__.co_firstlineno + 1}"]
+
+
 @pytest.mark.parametrize("compiled", [None, 0.5])
 def test_the_lines_that_wait_are_part_of_the_advice(compiled):
     split = Split(device=1, input=0, dispatch=3)

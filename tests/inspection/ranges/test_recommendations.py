@@ -237,3 +237,37 @@ def test_a_rule_that_ignores_its_cotangent_is_named_and_rounding_is_not_blamed()
     assert "distilled" in report.headline
     assert "true_cotangents" in report.headline
     assert "by rounding" not in str(report)
+
+
+def normal(*shape):
+    return np.random.default_rng(shape).normal(size=shape).astype(np.float32)
+
+
+def test_data_beyond_half_is_the_cause_and_no_module_is():
+    def loss(w, x):
+        with jax.named_scope("layer"):
+            x = x + jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    w, x = normal(8, 8), normal(4, 8)
+    large = 1e6 * x
+    first = f"float16 does not hold args[1], up to {np.abs(large).max():.3g}, which a matmul reads: scale it down"
+    for found in (mpjax.numerics(loss, w, batches=[x, large]), mpjax.numerics(loss, w, large)):
+        assert found.beyond == (("args[1]", np.abs(large).max()),)
+        assert first in str(found).splitlines()[0]
+        assert found.overrides == ()
+    assert mpjax.numerics(loss, w, x).beyond == ()  # as it says
+    standardized = lambda w, x: loss(w, (x - x.mean()) / x.std())
+    assert mpjax.numerics(standardized, w, large).beyond == ()
+    assert mpjax.numerics(loss, w, large, dtype="bfloat16").beyond == ()
+
+
+def test_a_module_that_is_kept_covers_those_in_it():
+    def loss(w, x):
+        with jax.named_scope("outer"), jax.named_scope("inner"):
+            x = (300 * (x @ w)) * (300 * (x @ w)) / 9e4
+        with jax.named_scope("head"):
+            return jnp.mean((x @ w) ** 2)
+
+    found = mpjax.numerics(loss, normal(8, 8), 10 * normal(4, 8))
+    assert not any(a.startswith(f"{b}/") for a in found.keep_float32 for b in found.keep_float32)
