@@ -314,7 +314,10 @@ def trained(state, steps):
     return jax.device_get((w, opt_state))
 
 
-def test_a_run_that_another_process_resumes_is_bitwise_the_same():
+def test_a_run_that_another_process_resumes_is_bitwise_the_same(monkeypatch):
+    """It loads the step if it traces the same program, and otherwise compiles its own."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.values["jax_compilation_cache_dir"])
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1000")  # only this process writes
     saved, whole = trained(None, range(2)), trained(None, range(4))
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         resumed = process.submit(trained, saved, range(2, 4)).result()
