@@ -239,6 +239,8 @@ def test_what_is_kept_between_compiled_functions_takes_eight_bits(how, fun):
             "of a jit": lambda w, x: jax.vjp(jax.jit(of), w, x)[1],
             "of jax.linearize": lambda w, x: jax.linearize(jax.jit(of), w, x)[1],
         }[how]
+        if how == "returned by jit" and residuals == "int8":  # The types of the others are those of their trace.
+            return sum(each.nbytes for each in jax.tree.leaves(pullback(w, x)) if each.dtype != jnp.float32)
         kept = jax.tree.leaves(jax.eval_shape(pullback, w, x))
         return sum(each.size * each.dtype.itemsize for each in kept if each.dtype != jnp.float32)
 
