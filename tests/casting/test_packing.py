@@ -234,12 +234,15 @@ def test_what_is_kept_between_compiled_functions_takes_eight_bits(how, fun):
 
     def kept_bytes(residuals):
         of = cast(fun, residuals)
-        kept = {
-            "returned by jit": lambda: jax.jit(lambda w, x: jax.vjp(of, w, x)[1])(w, x),
-            "of a jit": lambda: jax.vjp(jax.jit(of), w, x)[1],
-            "of jax.linearize": lambda: jax.linearize(jax.jit(of), w, x)[1],
-        }[how]()
-        return sum(each.nbytes for each in jax.tree.leaves(kept) if each.dtype != jnp.float32)
+        pullback = {
+            "returned by jit": jax.jit(lambda w, x: jax.vjp(of, w, x)[1]),
+            "of a jit": lambda w, x: jax.vjp(jax.jit(of), w, x)[1],
+            "of jax.linearize": lambda w, x: jax.linearize(jax.jit(of), w, x)[1],
+        }[how]
+        if how == "returned by jit" and residuals == "int8":  # The types of the others are those of their trace.
+            return sum(each.nbytes for each in jax.tree.leaves(pullback(w, x)) if each.dtype != jnp.float32)
+        kept = jax.tree.leaves(jax.eval_shape(pullback, w, x))
+        return sum(each.size * each.dtype.itemsize for each in kept if each.dtype != jnp.float32)
 
     most = 0.65 if fun is checkpointed_scan else 0.6  # A half copy of what the loop adds to is kept under any rules.
     assert 0 < kept_bytes("int8") < most * kept_bytes("half")
@@ -313,7 +316,10 @@ def trained(state, steps):
     return jax.device_get((w, opt_state))
 
 
-def test_a_run_that_another_process_resumes_is_bitwise_the_same():
+def test_a_run_that_another_process_resumes_is_bitwise_the_same(monkeypatch):
+    """It loads the step if it traces the same program, and otherwise compiles its own."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.values["jax_compilation_cache_dir"])
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1000")  # only this process writes
     saved, whole = trained(None, range(2)), trained(None, range(4))
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         resumed = process.submit(trained, saved, range(2, 4)).result()
@@ -346,14 +352,18 @@ POLICIES = {
 )
 def test_a_checkpoint_around_changes_no_gradient(name, residuals):
     w, x = weights(), normal(32, 64, seed=5)
-    around = jax.jit(jax.grad(jax.checkpoint(cast(named, residuals), policy=POLICIES[name]))).trace(w, x)
+    around, without = jax.checkpoint(cast(named, residuals), policy=POLICIES[name]), cast(named, residuals)
+    traced = jax.jit(jax.grad(around)).trace(w, x)
     unseen = getattr(jax.config, "jax_remat3", False) and name.startswith("a name")  # It finds its own names alone.
-    assert ("<host>" in str(around.jaxpr)) == ("host" in name and not unseen)
-    found = around.lower().compile()(w, x)
-    plain, exact = gradient(named, residuals)(w, x), gradient(named)(w, x)
-    if name == "nothing":
+    assert ("<host>" in str(traced.jaxpr)) == ("host" in name and not unseen)
+    if residuals == "half" and name != "nothing":  # NumPy rounds alike; "int8" is compiled under each policy.
+        found, plain = (in_numpy(jax.grad(fun))(w, x) for fun in (around, without))
+    else:
+        found, plain = traced.lower().compile()(w, x), gradient(named, residuals)(w, x)
+    if name == "nothing" or residuals == "half":
         jax.tree.map(np.testing.assert_array_equal, found, plain)
     else:  # XLA may round other intermediate values where it reads saved ones.
+        exact = gradient(named)(w, x)
         assert measures.relative_error(found, exact) < 1.5 * measures.relative_error(plain, exact)
 
 

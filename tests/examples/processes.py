@@ -24,14 +24,15 @@ KILLS = int(os.environ.get("MPJAX_KILLS", "1"))  # of each script
 
 
 def start(program: str, *flags: str, devices: int = 1, **variables: str) -> subprocess.Popen[str]:
-    """Starts a Python program in a process with a cache for programs that tests kill, also while they write it."""
+    """Starts a Python program in a process that loads what this one compiled, and writes none: tests kill it."""
     environment = (
         os.environ
         | variables
         | {
-            "XLA_FLAGS": f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}{FLAGS}",
+            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}{FLAGS}",
             "PYTHONPATH": str(REPOSITORY),
-            "JAX_COMPILATION_CACHE_DIR": str(Path(jax.config.values["jax_compilation_cache_dir"], "scripts")),
+            "JAX_COMPILATION_CACHE_DIR": jax.config.values["jax_compilation_cache_dir"],
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1000",
         }
     )
     command = [sys.executable, "-c", program, *flags]
@@ -64,7 +65,7 @@ def newest(output: Path) -> int:
 
 def start_and_kill(program: str, flags: Sequence[str], output: Path, number: int) -> None:
     """Kills a training: number 0 after its first checkpoint, the others at random moments."""
-    process = start(program, *flags, "--output", str(output), "--save-every", "0", devices=2)
+    process = start(program, *flags, "--output", str(output), "--save-every", "0", devices=len(jax.devices()))
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None and newest(output) < (number == 0):
         time.sleep(0.05)

@@ -180,7 +180,7 @@ def test_a_mistake_of_one_process_is_told_once(tmp_path):
 
 def test_a_single_process_in_a_cluster_is_refused(tmp_path, monkeypatch, capsys):
     names = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE")
-    command = [*FLAGS, "--epochs", "1", "--output", str(tmp_path / "run")]
+    command = [*FLAGS, "--output", str(tmp_path / "run")]
     for name in names:
         with monkeypatch.context() as patch:
             patch.setenv(name, "2")

@@ -69,9 +69,9 @@ def test_flags_beside_resume_change_what_may_change_and_name_what_may_not(run, c
 
 
 def test_a_new_run_takes_the_flags_of_another(run, tmp_path, capsys):
-    command = ["--config", str(run / "config.json"), "--output", str(tmp_path / "new"), "--epochs", "1"]
+    command = ["--config", str(run / "config.json"), "--output", str(tmp_path / "new"), "--keep", "2"]
     assert main(command) == 0
-    assert config_of(tmp_path / "new") == config_of(run) | {"epochs": 1}
+    assert config_of(tmp_path / "new") == config_of(run) | {"keep": 2}
     (tmp_path / "empty.json").touch()
     error = line_of_error(main, ["--config", str(tmp_path / "empty.json")], capsys)
     assert "is not the config.json of a run" in error

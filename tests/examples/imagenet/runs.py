@@ -53,9 +53,9 @@ def digit_flags(output: Path, *flags: str) -> list[str]:
 
 
 def folder_flags(root: Path, *flags: str) -> list[str]:
-    """The flags of a tiny run on a tree of images."""
+    """The flags of a tiny run on a tree of images. Without a schedule, any number of steps compiles to one program."""
     tiny = ["--image-size", "16", "--model", "resnet8", "--batch-size", "4", "--epochs", "1", "--devices", "1"]
-    return ["--data-dir", str(root), *tiny, *flags]
+    return ["--data-dir", str(root), *tiny, "--schedule", "constant", "--warmup-epochs", "0", *flags]
 
 
 def digits_task(devices: int = 1, **flags: Any) -> ImageTask:
