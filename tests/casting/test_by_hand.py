@@ -264,7 +264,7 @@ GROWTHS = {
 def test_a_state_that_steps_change_is_not_rounded_in_each_step(name, scan, dtype, of_gradient):
     """Up to 47 times the error by hand: only what a sum or a product of whole arrays reaches in a step was a state."""
     rng = np.random.default_rng(0)
-    steps = 60 if scan else 30
+    steps = 60 if scan else 20
 
     def loss(w, x):
         x = jax.nn.softmax(x)
