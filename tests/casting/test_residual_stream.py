@@ -281,7 +281,7 @@ def test_a_stream_may_be_scaled_and_normalised(name, scan):
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("layers", [4, 8])
+@pytest.mark.parametrize("layers", [3, 8])
 @pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.hard_swish])
 def test_few_layers_that_activate_their_sum_are_deep(activation, layers):
     """Up to 5 times the error by hand: a smooth activation makes more of the roundings of the sum before it."""
