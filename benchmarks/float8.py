@@ -87,7 +87,7 @@ def compiled(name: str, form: str, policy: str, target: str) -> tuple[int, Any]:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = step.trace(params, batch)
         lowered = traced.lower(lowering_platforms=("cuda",))
-    eligible = sum(row.is_float8 for site in walk(traced.jaxpr) for row in matmuls_of([site]))
+    eligible = sum(row.eight_bits == "float8" for site in walk(traced.jaxpr) for row in matmuls_of([site]))
     # Without autotuning, XLA would widen float8 operands in a Triton kernel.
     return eligible, lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
 

@@ -85,9 +85,13 @@ class Matmul:
         return all(jnp.dtype(dtype).itemsize <= 2 for dtype in self.dtypes)
 
     @property
-    def is_float8(self) -> bool:
-        """Whether both operands have 8 bits."""
-        return all(jnp.dtype(dtype).itemsize == 1 for dtype in self.dtypes)
+    def eight_bits(self) -> str:
+        """The kind of operands of 8 bits, `"float8"` or `"int8"`; empty if they are others, or of two kinds."""
+        kinds = {
+            ("int8" if jnp.issubdtype(dtype, jnp.integer) else "float8") if jnp.dtype(dtype).itemsize == 1 else ""
+            for dtype in self.dtypes
+        }
+        return kinds.pop() if len(kinds) == 1 else ""
 
     @property
     def passes(self) -> int:

@@ -117,8 +117,8 @@ class PrecisionReport(Report):
 
     @property
     def float8_share(self) -> float:
-        """The share of `flops` with operands of 8 bits; 0 if there are no FLOPs."""
-        return self._share(row for row in self.matmuls if row.is_float8)
+        """The share of `flops` with float8 operands; 0 if there are no FLOPs."""
+        return self._share(row for row in self.matmuls if row.eight_bits == "float8")
 
     def _share(self, rows: Iterable[Matmul]) -> float:
         total = sum(row.flops for row in self.matmuls)
@@ -214,9 +214,11 @@ class PrecisionReport(Report):
         """The share in half, and the most severe risk."""
         answer = f"{self.name}: no matmul or convolution"
         if self.matmuls:
-            in_float8 = f" ({self.float8_share:.1%} in 8 bits)" if self.float8_share else ""
+            found = sorted({row.eight_bits for row in self.matmuls} - {""})
+            shares = {kind: self._share(row for row in self.matmuls if row.eight_bits == kind) for kind in found}
+            in_eight = f" ({', '.join(f'{share:.1%} in {kind}' for kind, share in shares.items())})" if shares else ""
             total = amount(sum(self.flops.values()), "FLOP")
-            answer = f"{self.name}: {self.half_share:.1%} in half{in_float8}, of {total}"
+            answer = f"{self.name}: {self.half_share:.1%} in half{in_eight}, of {total}"
         if self.risks:
             worst, where, _ = next(_alike(self.risks, lambda risk: risk.kind))
             kinds = len({risk.kind for risk in self.risks})

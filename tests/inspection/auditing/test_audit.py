@@ -414,6 +414,13 @@ def test_float8_matmuls_are_bounded_by_the_rate_of_float8():
     assert least["A100"] == pytest.approx(2 * 4096**3 / 312e12)
 
 
+@pytest.mark.parametrize(("dtype", "share"), [("int8", 0.0), ("float8_e4m3fn", 1.0)])
+def test_the_answer_names_the_kind_of_eight_bits(dtype, share):
+    report = mpjax.audit(lambda a: jax.lax.dot(a, a, preferred_element_type=F32), shape(64, 64, dtype=dtype))
+    assert report.float8_share == share
+    assert f"(100.0% in {dtype.partition('_')[0]})" in str(report)
+
+
 def test_one_device_is_chosen_by_its_name():
     text = mpjax.audit(lambda x: x @ x, shape(256, 256), device="T4").text()
     assert "T4" in text
