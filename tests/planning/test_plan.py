@@ -104,7 +104,10 @@ def test_autocast_is_around_the_step_where_its_gradient_is_out_of_reach():
 
     params, _, x = shapes()
     report = mpjax.plan(jax.jit(step, donate_argnums=0), params, x, memory="3MB")
-    assert report.edits[0].startswith("run mpjax.autocast(step, 'mixed_bfloat16'")
+    if jax.__version_info__ < (0, 12):  # XLA for CPUs plans no less then, which would be no advice
+        assert report.edits == ()
+    else:
+        assert report.edits[0].startswith("run mpjax.autocast(step, 'mixed_bfloat16'")
 
 
 def test_planning_leaves_jax_as_it_was(plain):
