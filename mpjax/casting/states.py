@@ -257,9 +257,10 @@ def adds_to_part(flow: Dataflow, eqn: Any) -> bool:
 
 def is_moved_whole(eqn: Any) -> bool:
     """Whether an equation passes on its one operand, with all elements."""
+    row = primitive(eqn.primitive.name)
     return (
         len(eqn.invars) == len(eqn.outvars) == 1
-        and (primitive(eqn.primitive.name).op is Op.MOVE or primitive(eqn.primitive.name).whole)
+        and (row.op is Op.MOVE or row.whole)
         and not isinstance(eqn.invars[0], compat.Literal)
         and compat.numel(eqn.invars[0].aval) == compat.numel(eqn.outvars[0].aval)
     )

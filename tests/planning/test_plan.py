@@ -104,10 +104,11 @@ def test_autocast_is_around_the_step_where_its_gradient_is_out_of_reach():
 
     params, _, x = shapes()
     report = mpjax.plan(jax.jit(step, donate_argnums=0), params, x, memory="3MB")
-    if jax.__version_info__ < (0, 12):  # XLA for CPUs plans no less then, which would be no advice
-        assert report.edits == ()
-    else:
+    if row(report, "autocast").peak < row(report, "as it is").peak:
         assert report.edits[0].startswith("run mpjax.autocast(step, 'mixed_bfloat16'")
+    else:  # XLA of JAX 0.10 plans 1 % more for CPUs, which is no advice
+        assert jax.__version_info__ < (0, 12)
+        assert report.edits == ()
 
 
 def test_planning_leaves_jax_as_it_was(plain):
