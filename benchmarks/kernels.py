@@ -33,7 +33,7 @@ from mpjax.planning import kernel_time
 from mpjax.planning.executable import launches
 from mpjax.planning.target import NO_PLUGIN, TARGETS
 from mpjax.planning.traffic import kernels
-from perf.environment import versions
+from perf.environment import commit, versions
 from perf.memory import program_bytes
 from testing.models.published import Workload
 
@@ -148,6 +148,7 @@ def modelled(model: str, name: str) -> Row:
         "planned_bytes": program_bytes(step),
         "kernels": sum(row.kernel.times for row in rows),
         "versions": versions(),
+        **commit(),
     }
 
 
@@ -213,7 +214,7 @@ def main() -> None:
         raise SystemExit(missing)
     results = Results(args.out / "kernels_h200.json")
     device, command = "NVIDIA H200 (compiled for, not run on)", "python -m benchmarks.kernels"
-    results.content["environment"] = {"device": device, "command": command, **versions()}
+    results.content["environment"] = {"device": device, "command": command, **versions(), **commit()}
     for model in args.only:
         for name in CELLS[model]:
             row = modelled(model, name)

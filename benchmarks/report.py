@@ -98,9 +98,11 @@ def page(folder: pathlib.Path, plots: list[str]) -> str:
 
 
 def origin(environment: dict[str, Any]) -> str:
-    """The command and the versions that made a file of results."""
+    """The command, the versions and the commit that made a file of results."""
     command = f"`{environment['command']}`: " if environment.get("command") else ""
-    known = (f"{key} {environment[key]}" for key in ("device", "driver", "jax", "mpjax") if key in environment)
+    known = (
+        f"{key} {environment[key]}" for key in ("device", "driver", "jax", "mpjax", "commit") if key in environment
+    )
     return f"{command}{', '.join(known)}."
 
 

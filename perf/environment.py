@@ -21,7 +21,7 @@ def versions() -> dict[str, str]:
 
 
 def environment(without: dict[str, int | None] | None = None) -> dict[str, Any]:
-    """Device, versions and command of this process.
+    """Device, versions, commit and command of this process.
 
     Args:
         without: Options that do not affect results, which are left out of the command. Maps each name to its number of
@@ -34,9 +34,22 @@ def environment(without: dict[str, int | None] | None = None) -> dict[str, Any]:
         "platform_version": device.client.platform_version.splitlines()[0],
         **(_driver() if device.platform == "gpu" else {}),
         **versions(),
+        **commit(),
         "python": platform.python_version(),
         "command": f"python -m {_module_name()} {' '.join(_arguments(without or {}))}".strip(),
     }
+
+
+def commit() -> dict[str, str]:
+    """The commit of mpjax's checkout, and whether the package has changed since; empty if it is installed."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(pathlib.Path(mpjax.__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    if not shutil.which("git") or not git("ls-files", "__init__.py"):
+        return {}
+    return {"commit": git("rev-parse", "--short=8", "HEAD") + (" with changes" if git("status", "-s", ".") else "")}
 
 
 def _driver() -> dict[str, str]:

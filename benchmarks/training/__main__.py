@@ -23,7 +23,7 @@ import jax
 from benchmarks import CACHE, commands
 from benchmarks.gpu import INCOMPLETE
 from mpjax.planning.target import TARGETS
-from perf.environment import versions
+from perf.environment import commit, versions
 from testing.models.published import WORKLOADS
 
 from .cells import Cell, Results
@@ -185,6 +185,7 @@ def dry_run_cells(cells: list[Cell], args: argparse.Namespace) -> None:
         "command": f"python -m benchmarks.training --dry-run --target {args.target}" + " --toy" * args.toy,
         **versions(),
         **target.versions(),
+        **commit(),
     }
 
     for cell in cells:

@@ -16,7 +16,7 @@ import jax
 from mpjax.inspection.devices import DEVICES
 from mpjax.planning.target import Target, placed, traced_for
 from mpjax.planning.traffic import LAUNCH, summary
-from perf.environment import versions
+from perf.environment import commit, versions
 from perf.memory import program_bytes
 
 from .cells import Cell
@@ -68,6 +68,7 @@ def dry_run(
     seconds = round(time.perf_counter() - start, 1)
     return row | {
         "compile_seconds": seconds,
+        **commit(),
         "planned_bytes": program_bytes(compiled),
         **summary(compiled.as_text(), DEVICES[target.key], 0.0 if target.chips else LAUNCH),
     }

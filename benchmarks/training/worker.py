@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 import mpjax
-from perf.environment import environment, versions
+from perf.environment import commit, environment, versions
 from perf.memory import peak_bytes, program_bytes
 
 from .cells import Cell
@@ -139,7 +139,7 @@ def main() -> None:
             row = measure(cell, args.toy, args.seconds, args.profile)
         except Exception as error:  # a cell's error is its result
             row = {"error": shortened(error)}
-        emit(name, row | {"versions": versions()})
+        emit(name, row | {"versions": versions(), **commit()})
 
 
 def shortened(error: Exception) -> str:
