@@ -8,7 +8,6 @@ import os
 import pathlib
 import re
 import tempfile
-import zlib
 from collections.abc import Iterator
 
 # Before JAX starts: shard_map and sharding tests need several devices on any machine; and these programs
@@ -40,7 +39,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from xdist.scheduler import LoadScopeScheduling
 
 from tests import quick_kernels
-from tests.sampling import EVERY
+from tests.sampling import sampled
 
 gc.disable()  # while tests are collected: nearly all objects stay
 threadpoolctl.threadpool_limits(1, user_api="blas")
@@ -116,15 +115,20 @@ def _deselect(config, items, kept):
     items[:] = [item for item, keep in zip(items, kept, strict=True) if keep]
 
 
+def values(item) -> dict[str, str]:
+    """The parameters of a case; different values have different texts."""
+    return {name: repr(value) for name, value in item.callspec.params.items()} if hasattr(item, "callspec") else {}
+
+
+@pytest.hookimpl(trylast=True)  # of the cases that -k chooses
 def pytest_collection_modifyitems(config, items):
-    tests = [item.nodeid.partition("[")[0] for item in items]
-    counts, number, kept = collections.Counter(tests), collections.Counter(), []
-    for test in tests:
-        # Other tests run other cases, so that each dtype and library occurs.
-        first = zlib.crc32(test.encode()) % min(EVERY, counts[test])
-        kept.append(number[test] % EVERY == first)
-        number[test] += 1
-    _deselect(config, items, kept)
+    cases = collections.defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    kept = set()
+    for test, of_test in cases.items():
+        kept.update(of_test[i] for i in sampled(test, [values(item) for item in of_test]))
+    _deselect(config, items, [item in kept for item in items])
     if "exhaustive" not in config.option.markexpr:
         _deselect(config, items, ["exhaustive" not in item.keywords for item in items])
     if any(device.platform == "gpu" for device in jax.devices()):

@@ -1,7 +1,46 @@
-"""How many cases run."""
+"""Which cases of a parametrised test run."""
 
+from __future__ import annotations
+
+import collections
+import itertools
 import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 
-# One in so many cases of each parametrised test and of each random draw. Not an option of pytest: tests start pytest on
-# other folders.
+# One in so many cases of each parametrised test and of each random draw; 1: all of them. Not an option of pytest: tests
+# start pytest on other folders.
 EVERY = int(os.environ.get("MPJAX_EVERY", "1"))
+COVERING = "MPJAX_EVERY" not in os.environ
+# Of a test with fewer cases, all run.
+FEW = 6
+
+
+def sampled(test: str, cases: Sequence[Mapping[str, str]]) -> set[int]:
+    """The positions of the cases of a test that run.
+
+    Args:
+        test: Its name, by which other tests run other cases, so that each dtype and library occurs.
+        cases: For each case, its value of each parameter.
+    """
+    if COVERING:
+        return set(range(len(cases))) if len(cases) < FEW else set(_covering(cases))
+    first = zlib.crc32(test.encode()) % min(EVERY, len(cases))
+    return set(range(first, len(cases), EVERY))
+
+
+def _covering(cases: Sequence[Mapping[str, str]]) -> Iterator[int]:
+    """Cases in which each value of two parameters occurs; of three or more, each pair of values (pairwise testing).
+
+    Nearly all faults that depend on a parameter depend on one or two of them (Kuhn, Wallace and Gallo, "Software Fault
+    Interactions and Implications for Software Testing", 2004).
+    """
+    together = min(2, max(1, len(cases[0]) - 1))
+    covers = {i: set(itertools.combinations(sorted(case.items()), together)) or {()} for i, case in enumerate(cases)}
+    missing, used = set().union(*covers.values()), collections.Counter()
+    while missing:
+        # Of cases that cover as much, that whose values have run least.
+        best = max(covers, key=lambda i: (len(covers[i] & missing), -sum(used[value] for value in cases[i].items())))
+        missing -= covers.pop(best)
+        used.update(cases[best].items())
+        yield best
