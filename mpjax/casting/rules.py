@@ -87,7 +87,8 @@ class Rules:
             (`h = h + f(h)`, layer after layer) in half, like every activation. Each addition rounds it, so that the
             error grows with their number. `"float32"` computes it in float32. Each layer reads and keeps a half copy,
             so that nothing more is kept; a layer in a `jax.checkpoint` adds outside of it. `"auto"` is `"float32"` from
-            25 additions in a row on (13 layers of a transformer); those of little, such as LayerScale's, count twice.
+            25 additions in a row on (13 layers of a transformer); those of little, such as LayerScale's, count twice,
+            those to a stream without norms four times.
         attention: `"auto"` runs attention that the function writes out in a fused kernel, which stores no scores, where
             the device has one (cuDNN's on CUDA, Pallas's on a TPU), rows have more than 512 scores, and no flag asks
             for determinism or checks of each operation. `"fused"` does so for rows of any length, and on other devices

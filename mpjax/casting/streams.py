@@ -6,7 +6,8 @@ Layers may also multiply it, `h = h * f(h)`.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow, dataflow, once_per_jaxpr, variables
 from mpjax.program.graph import sub_jaxprs
 from mpjax.program.primitives import Op, primitive
+from mpjax.program.source import BACKWARD, phase_of, scopes
 
 # By name: a difference is a sum where gates decay it.
 
@@ -34,6 +36,10 @@ from mpjax.program.primitives import Op, primitive
 # casts by hand. Float32 would take 5 % of their step. Where each adds little, their roundings weigh more: up to 3 times
 # with 24, and 2 with 12. So they count twice.
 DEEP = 25
+# Where matmuls read the sums themselves, not normalized, 8 roundings are 1.5 to 2.2 times by hand, 12 up to 2.8.
+_PLAIN = 4
+# With an activation after each of 3 additions, their roundings are 2.5 times by hand; of 8, 6 times.
+_BENT = 13
 
 
 @once_per_jaxpr
@@ -50,7 +56,7 @@ def residual_additions(jaxpr: Any) -> dict[Any, int]:
     flow, found = dataflow(jaxpr), states_of(jaxpr)
     readers: collections.Counter[Any] = collections.Counter()
     continued = {found.root(v) for v in flow.returned}
-    additions = []
+    additions, multiplied = [], _multiplied(jaxpr)
     for eqn in flow.eqns:
         if not eqn.outvars or eqn.outvars[0] in found.whole:
             continue
@@ -66,14 +72,15 @@ def residual_additions(jaxpr: Any) -> dict[Any, int]:
         goes_on = not stream.keys().isdisjoint(read)
         if goes_on or (branched and out in continued):
             little = any(_is_little(jaxpr, eqn, v) for v in variables(eqn.invars))
-            stream[out] = (2 if little else 1) if branched else 0
-    for v in (*(v for eqn, _ in additions for v in variables(eqn.invars)), *flow.returned):
-        if stream.get(found.whole.get(v)) and any(_bends(eqn, found.whole) for eqn in _changes(flow, v, found.whole)):
-            stream[found.whole[v]] = _BENT
+            plain = phase_of(scopes(eqn)) != BACKWARD and not multiplied.isdisjoint(read)
+            stream[out] = (_PLAIN if plain else 2 if little else 1) if branched else 0
+    changed = [(v, eqn.outvars[0]) for eqn, _ in additions for v in variables(eqn.invars)]
+    for v, out in (*changed, *((v, None) for v in flow.returned)):
+        root = found.whole.get(v)
+        counted = out if root in jaxpr.invars else root  # What the body of a layer changes, it may add to afterwards.
+        if stream.get(counted) and any(_bends(flow, eqn, found.whole) for eqn in _changes(flow, v, found.whole)):
+            stream[counted] = _BENT
     return stream | dict.fromkeys(_products_alone(jaxpr), 1)
-
-
-_BENT = 13  # With an activation after each of 3 additions, their roundings are 2.5 times by hand; of 8, 6 times.
 
 
 def _changes(flow: Dataflow, v: Any, states: Mapping[Any, Any]) -> Iterator[Any]:
@@ -85,14 +92,47 @@ def _changes(flow: Dataflow, v: Any, states: Mapping[Any, Any]) -> Iterator[Any]
         v = next((w for w in variables(eqn.invars) if states.get(w, w) is root), None)
 
 
-def _bends(eqn: Any, states: Mapping[Any, Any]) -> bool:
-    """Whether an equation maps each element of a state by a function that is not affine, even in pieces."""
+def _bends(flow: Dataflow, eqn: Any, states: Mapping[Any, Any]) -> bool:
+    """Whether an equation maps each element of a state by a function that is not affine, even in pieces.
+
+    Or multiplies it by what a layer computes from it, as a flow does.
+    """
     row = primitive(eqn.primitive.name)
     if row.call:
-        return any(_bends(inner, carried(sub.jaxpr)) for sub in sub_jaxprs(eqn) for inner in sub.opened.eqns)
+        return any(
+            _bends(dataflow(sub.jaxpr), inner, carried(sub.jaxpr))
+            for sub in sub_jaxprs(eqn)
+            for inner in sub.opened.eqns
+        )
     arrays = [v for v in variables(eqn.invars) if v.aval.shape == eqn.outvars[0].aval.shape]
-    product = row.multiplies and len({states.get(v, v) for v in arrays}) == 1 < len(arrays)
+    roots = {states.get(v, v) for v in arrays}
+    product = row.multiplies and (
+        len(roots) == 1 < len(arrays) or any(_is_factor(flow, v, states[eqn.outvars[0]], states) for v in arrays)
+    )
     return product or (row.pointwise and not row.is_affine and tracked(eqn.outvars[0]))
+
+
+def _is_factor(flow: Dataflow, v: Any, state: Any, states: Mapping[Any, Any]) -> bool:
+    """Whether a value follows from a state, but is neither that state, nor a gate or a norm's."""
+    other = states.get(v, v) is not state and flow.depends([v], state)
+    return other and not is_gate(flow, v) and not is_repeated(flow, v, NORM)
+
+
+@once_per_jaxpr
+def _multiplied(jaxpr: Any) -> frozenset[Any]:
+    """The values that a matmul of a jaxpr, or of a call in it, reads as they are."""
+    flow = dataflow(jaxpr)
+    read = (variables(eqn.invars) for eqn in flow.eqns if primitive(eqn.primitive.name).op is Op.ALLOW)
+    return frozenset(flow.source(v, is_moved_whole) for v in (*itertools.chain(*read), *_operands(flow, _multiplied)))
+
+
+def _operands(flow: Dataflow, found: Callable[[Any], frozenset[Any]]) -> Iterator[Any]:
+    """The operands of calls of which the call's jaxpr is found to read or to add to the input."""
+    for eqn in flow.eqns:
+        for sub in sub_jaxprs(eqn) if primitive(eqn.primitive.name).call else ():
+            inside = found(sub.jaxpr)
+            operands = zip(sub.opened.invars, eqn.invars, strict=True)
+            yield from variables(v for w, v in operands if w in inside)
 
 
 def _products_alone(jaxpr: Any) -> list[Any]:
@@ -127,12 +167,7 @@ def added_to(jaxpr: Any) -> frozenset[Any]:
     """The values that a residual stream of a jaxpr, or of a call in it, adds to, which it may normalize before."""
     flow, additions, states = dataflow(jaxpr), residual_additions(jaxpr), carried(jaxpr)
     found = {states.get(v, v) for each in additions for v in variables(flow.maker(each).invars)}
-    for eqn in flow.eqns:
-        for sub in sub_jaxprs(eqn) if primitive(eqn.primitive.name).call else ():
-            inside = added_to(sub.jaxpr)
-            operands = zip(sub.opened.invars, eqn.invars, strict=True)
-            found.update(v for w, v in operands if w in inside and not isinstance(v, compat.Literal))
-    return frozenset(found)
+    return frozenset(found.union(_operands(flow, added_to)))
 
 
 def is_deep(jaxpr: Any) -> bool:
