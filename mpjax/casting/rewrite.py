@@ -35,7 +35,7 @@ from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow
 from mpjax.program.evaluator import evaluate
 from mpjax.program.formats import Format
-from mpjax.program.primitives import MATMULS, Op, primitive
+from mpjax.program.primitives import MATMULS, primitive
 
 # By name: a softmax's maximum is issued in another form for a TPU.
 
@@ -247,9 +247,6 @@ def _barriers(region: RematRegion, plan: Plan) -> bool | tuple[bool, ...]:
     """
     if region.is_last or plan.setting.looped or (plan.setting.rules.residuals == "auto" and compat.platform() == "tpu"):
         return False
-    if any(primitive(step.eqn.primitive.name).op is Op.ENTER for step in region.eqns):
-        # A derivative rule that closes over an array adds inputs, and JAX's remat has no flags for these.
-        return True
     return tuple(not is_input for is_input in region.is_input)
 
 

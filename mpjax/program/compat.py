@@ -722,13 +722,15 @@ def checkpoint(fun: Callable[..., Any], args: Sequence[Any], prevent_cse: Any, p
 def _correct_flags() -> None:
     """Corrects JAX's rules that add operands to a remat with one flag per operand, but no flags for them.
 
-    They are `checkify`, and a remat under a `jax.checkpoint` whose policy saves one of its values.
+    They are `checkify`, a remat under a `jax.checkpoint` whose policy saves one of its values, and the derivative of a
+    remat that calls a function whose rule closes over an array.
     """
     from jax._src import ad_checkpoint, checkify
 
     remat = ad_checkpoint.remat_p
     check: Any = checkify.error_checks[remat]
     split: Any = pe.partial_eval_jaxpr_custom_rules[remat]
+    jvp: Any = ad.primitive_jvps[remat]
 
     def checked(*args: Any, prevent_cse: Any, **params: Any) -> Any:
         if isinstance(prevent_cse, tuple):
@@ -743,7 +745,15 @@ def _correct_flags() -> None:
             params["prevent_cse"] = (True,) * saved + flags
         return known, params
 
+    def with_constants(primals: Any, tangents: Any, *, jaxpr: Any, prevent_cse: Any, **params: Any) -> Any:
+        if isinstance(prevent_cse, tuple):
+            nonzeros = [type(tangent) is not ad.Zero for tangent in tangents]
+            differentiated, _ = ad.jvp_jaxpr(pe.close_jaxpr(jaxpr), nonzeros, False)
+            prevent_cse = (False,) * len(differentiated.consts) + prevent_cse
+        return jvp(primals, tangents, jaxpr=jaxpr, prevent_cse=prevent_cse, **params)
+
     checkify.error_checks[remat] = checked
+    ad.primitive_jvps[remat] = with_constants
     pe.partial_eval_jaxpr_custom_rules[remat] = functools.partial(split.func, split.args[0], with_saved)
 
 

@@ -56,6 +56,20 @@ def test_the_last_region_has_no_barrier_and_the_others_have_one():
     assert [bool(np.any(params["prevent_cse"])) for params in found if params["differentiated"]] == [False, True]
 
 
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.relu, jax.jit(jnp.sin)])
+def test_parameters_have_no_barriers(activation):
+    """XLA would copy those that are updated in place: 159 small kernels of a ResNet-50, whose regions call `relu`."""
+
+    def loss(scale, w):
+        return jnp.mean(activation(X @ w * scale) @ w.T)
+
+    program = jax.make_jaxpr(jax.grad(mpjax.autocast(loss, "mixed_bfloat16"), (0, 1)))(jnp.ones(8), X.T @ X)
+    (region,) = (e for e in program.eqns if e.params.get("differentiated"))
+    flags = dict(zip(region.invars, region.params["prevent_cse"], strict=True))
+    assert any(flags.values())
+    assert flags[program.jaxpr.invars[0]] is False
+
+
 @pytest.mark.parametrize(("here", "longest"), [(gpu, 128), (tpu, 1024), (contextlib.nullcontext, 1024)])
 def test_the_statistics_of_long_rows_are_kept(here, longest):
     """On GPUs, XLA keeps whole rows in registers, and spills where a backward pass computes their statistics again."""
