@@ -177,6 +177,21 @@ def test_other_quotients_stay_as_they_are_written(name):
     assert not is_later(kind(AS_WRITTEN[name]))
 
 
+def test_calls_without_a_name_are_no_dropout():
+    """JAX's gradient of a checkpointed scan has a call without a name, which had stopped the search: a `KeyError`."""
+
+    @jax.checkpoint
+    def steps(a, h):
+        return lax.scan(lambda s, each: (each[0] * s + each[1],) * 2, jnp.zeros(h.shape[1:]), (a, h))[1]
+
+    def loss(w, x):
+        h = x @ w
+        return jnp.mean((steps(jnp.exp(-jax.nn.softplus(h)), h) @ w) ** 2)
+
+    w, x = jnp.eye(4), jnp.ones((8, division.SHORTEST, 4))
+    assert measures.half_share(mpjax.autocast(jax.grad(loss)), w, x) == 1.0
+
+
 @pytest.mark.parametrize(
     "rules",
     [

@@ -76,7 +76,7 @@ def divided_last(jaxpr: Any, setting: Setting) -> Any:
     if not plain or compat.platform() == "tpu" or not any(map(_is_long, jaxpr.eqns)):
         return jaxpr
     # Dropouts by `jnp.where`, which is a call.
-    jaxpr, original = inlined(jaxpr, lambda eqn: eqn.params["name"] == "_where")[0], jaxpr
+    jaxpr, original = inlined(jaxpr, lambda eqn: eqn.params.get("name") == "_where")[0], jaxpr
     flow = Inlined(jaxpr)
     replaced: dict[int, list[Any]] = {}
     for found in _softmaxes(flow):
