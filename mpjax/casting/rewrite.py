@@ -27,6 +27,7 @@ from mpjax.casting.scaled import cotangents_of
 from mpjax.casting.setting import FLOAT32, tracked
 from mpjax.kernels import scaled_ragged, staging, weight_gradients
 from mpjax.kernels.derivatives import same_axes
+from mpjax.kernels.difference import scaled_difference
 from mpjax.kernels.lookup import select, selects
 from mpjax.kernels.packed import PACKINGS, Packed, Packing, pack, remembered_matmul, remembering, tangent_of
 from mpjax.kernels.scaled_matmul import SCALINGS, Operand
@@ -43,10 +44,13 @@ from mpjax.program.primitives import MATMULS, primitive
 class MixedValue:
     """A float32 value of the traced program: the array in each of its precisions, computed when first read."""
 
-    __slots__ = ("_arrays", "_packed", "_scaled", "half", "in_loop")
+    __slots__ = ("_arrays", "_packed", "_scaled", "difference", "half", "in_loop")
 
     def __init__(self, half: np.dtype, full: Any = None, low: Any = None, in_loop: bool = False):
         self.half, self.in_loop = half, in_loop
+        self.difference: Sequence[Any] | None = (
+            None  # The arrays of which it is the difference, if the second is smaller.
+        )
         self._arrays = [full, low]
         self._scaled: dict[Any, Operand] = {}
         self._packed: Packed | None = None
@@ -312,6 +316,8 @@ def _bind(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
         # JAX's own derivatives leave tangents that vary along fewer axes than what they are multiplied with.
         count = 2 if eqn.primitive.name in MATMULS else len(args) if primitive(eqn.primitive.name).pointwise else 0
         args[:count] = same_axes(args[:count])
+    if (arrays := _scaled_difference(step, operands, args)) is not None:
+        return values_of([scaled_difference(*arrays)], step.outs, half)
     if _selects_activations(step, args):
         return values_of([select(args[0], args[1], params)], step.outs, half)
     avals = _results(step, args, half)
@@ -334,7 +340,28 @@ def _bind(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
         outs = (outs,)
     if eqn.primitive.name == "reduce_max" and not step.half and not compat.under_jet():
         outs = [unfused.bind(outs[0], long=False)]
-    return values_of(outs, step.outs, half)
+    values = values_of(outs, step.outs, half)
+    if eqn.primitive.name == "sub" and _is_repeated(args[0], args[1]):
+        values[0].difference = args
+    return values
+
+
+def _is_repeated(x: Any, small: Any) -> bool:
+    """Whether an operation of float32 arrays repeats the second one."""
+    wide = all(getattr(each, "dtype", None) == FLOAT32 for each in (x, small))
+    return wide and 0 < np.ndim(small) == np.ndim(x) and small.shape != x.shape
+
+
+def _scaled_difference(step: Step, operands: Sequence[Any], args: Sequence[Any]) -> list[Any] | None:
+    """The arrays of `(x - shift) * factor`, if a step is this product and the last two have one shape."""
+    if not primitive(step.eqn.primitive.name).multiplies or compat.under_jet():
+        return None
+    for value, x, factor in zip(operands, args, args[::-1], strict=True):
+        if isinstance(value, MixedValue) and value.difference is not None and _is_repeated(x, factor):
+            whole, shift = value.difference
+            if shift.shape == factor.shape:
+                return same_axes([whole, shift, factor])
+    return None
 
 
 def _average(step: Step, operands: Sequence[Any], args: Sequence[Any]) -> Any:

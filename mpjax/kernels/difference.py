@@ -1,0 +1,49 @@
+"""`(x - shift) * factor`, of a batch normalization, with a derivative that reads the batch once less.
+
+For the shift, JAX sums `g * factor` over the batch. The factor is the same in the whole sum, so this is the sum of `g`,
+which the derivative of the bias is anyway, times the factor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
+
+from mpjax.kernels.derivatives import same_axes
+
+
+@jax.custom_jvp
+def scaled_difference(x: Any, shift: Any, factor: Any) -> Any:
+    """`(x - shift) * factor`.
+
+    Args:
+        x: float32[...].
+        shift, factor: float32 arrays of one shape, whose sizes are those of `x` or 1.
+    """
+    return lax.mul(lax.sub(x, shift), factor)
+
+
+def _jvp(primals: Any, tangents: Any) -> Any:
+    (x, shift, factor), (dx, dshift, dfactor) = primals, tangents
+    is_zero = [type(tangent) is SymbolicZero for tangent in tangents]
+    out = scaled_difference(x, shift, factor)
+    parts = []
+    if not is_zero[0]:
+        parts.append(lax.mul(*same_axes((dx, factor))))
+    if not is_zero[2]:
+        parts.append(lax.mul(*same_axes((lax.sub(x, shift), dfactor))))
+    if not is_zero[1]:
+        small = lax.neg(lax.mul(*same_axes((dshift, factor))))
+        parts.append(lax.broadcast_in_dim(small, out.shape, tuple(range(out.ndim))))
+    if not parts:
+        return out, zero_from_primal(out, symbolic_zeros=True)
+    total = parts[0]
+    for part in parts[1:]:
+        total = lax.add(*same_axes((total, part)))
+    return out, total
+
+
+scaled_difference.defjvp(_jvp, symbolic_zeros=True)
