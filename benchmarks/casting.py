@@ -96,7 +96,7 @@ def measure(name: str, caster: harness.Caster, dtype: str) -> Row:
             jax.jit(lambda *args: fun(*args)).lower(*args)
         return row
     except Exception as error:  # an error of a peer is its result
-        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+        return {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"}
 
 
 def time_ratios(

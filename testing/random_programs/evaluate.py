@@ -22,6 +22,7 @@ import scipy.special
 from jax.interpreters import partial_eval
 
 from mpjax.kernels import attention, cross_entropy
+from mpjax.program import compat
 from mpjax.program.dataflow import once_per_jaxpr
 from testing import cheap_keys
 from testing.random_programs import numpy_rules
@@ -566,6 +567,8 @@ def _evaluated_with_jax(eqn: Any, args: Sequence[Array]) -> list[Any]:
 
 
 def _numbers(x: Any) -> Any:
+    if isinstance(x.dtype, compat.Empty):  # It stands for an array of floats.
+        return np.zeros(x.shape)
     if not _is_key(x):
         return np.asarray(x)
     return cheap_keys.numbers(x) if x.dtype == cheap_keys.dtype() else x
@@ -603,7 +606,15 @@ def _matrices(numbers: Any, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[Any
 def _restored(eqn: Any, x: Array, kept: Array, exponents: Array | None = None) -> Array:
     if exponents is None:
         return kept
+    kept = _float8_of_bits(kept) if kept.dtype == np.uint8 else kept
     return kept * np.repeat(np.ldexp(1.0, exponents), kept.shape[-1] // exponents.shape[-1], axis=-1)
+
+
+def _float8_of_bits(word: Array) -> Array:
+    """Numbers with a bit of sign, three of exponent and four of mantissa."""
+    exponent, mantissa = word >> 4 & 7, word & 15
+    number = np.where(exponent > 0, 16.0 + mantissa, mantissa)
+    return np.where(word > 127, -number, number) * 2.0 ** (np.maximum(exponent, 1) - 7.0)
 
 
 def _float8_scale(eqn: Any, x: Array) -> Array:
