@@ -1,4 +1,7 @@
-"""Arrays kept for the backward pass in eight bits: float8 elements, and a power of two for each block of a row.
+"""Arrays kept for the backward pass in eight bits: int8 or float8, and a power of two for each block of a row.
+
+float8 has three bits of exponent and four of mantissa, no infinity and no NaN, and is stored as uint8. The exponents
+of blocks have the range, so a bit of mantissa is worth more than one of exponent: e4m3 rounds twice as coarsely.
 
 A function whose derivative reads packed operands computes its results from the operands themselves, so the forward pass
 is the same bit for bit. The derivative unpacks them under `jax.checkpoint`: only the packed form is stored.
@@ -22,14 +25,16 @@ from jax.extend.core import Primitive
 
 from mpjax.kernels import staging, weight_gradients
 from mpjax.kernels.derivatives import define, set_derivative, set_no_derivative
-from mpjax.kernels.rounding import fraction, mixed, random_bits, round_stochastically
+from mpjax.kernels.rounding import fraction, mixed, random_bits
 from mpjax.program import compat
-from mpjax.program.formats import E4M3
 
 _SHORTEST_ROW = 16
+_LONGEST_BLOCK = 32  # A longer one loses small elements beside a large one.
 _LEAST, _MOST = np.int32(-126), np.int32(127)
 _BIAS = np.int32(127)  # of float32's exponent
 _MANTISSA_BITS = np.int32(23)
+# The bits of float8 are among those of a float16 that is 2^12 times smaller: the sign, and 7 of the others.
+_FLOAT16, _DROPPED, _SIGN, _OTHERS = np.float32(2.0**12), 6, 128, ~0x6000
 
 
 class Packing(NamedTuple):
@@ -37,20 +42,20 @@ class Packing(NamedTuple):
 
     Args:
         dtype: The dtype of elements.
-        longest: The largest block: a longer one loses small elements beside a large one.
-        top: The largest element of a block is from 2 to this power to twice that; with stochastic rounding to int8, a
-            hundredth less.
+        top: The largest element of a block is from 2 to this power to twice that; with stochastic rounding, up to 3%
+            less.
+        most: The largest number, which is less than twice that.
         stochastic: Whether elements are rounded up or down at random, so that gradients have no bias.
     """
 
     dtype: np.dtype
-    longest: int
     top: int
+    most: int
     stochastic: bool = False
 
 
-# float8 rounds each element by up to 1/16 of its value; int8 rounds all of a block by up to 1/128 of the largest.
-PACKINGS = {"float8": Packing(E4M3, 128, 7), "int8": Packing(np.dtype(np.int8), 32, 6)}
+# float8 rounds each element by up to 1/32 of its value; int8 rounds all of a block by up to 1/128 of the largest.
+PACKINGS = {"float8": Packing(np.dtype(np.uint8), 4, 31), "int8": Packing(np.dtype(np.int8), 6, 127)}
 PACKINGS |= {f"{name}_stochastic": packing._replace(stochastic=True) for name, packing in PACKINGS.items()}
 _WORDS = np.array([0x9E3779B9, 0x85EBCA6B], np.uint32)  # any two
 
@@ -77,25 +82,25 @@ def can_pack(shape: Sequence[Any]) -> bool:
     return bool(shape) and all(isinstance(n, int) for n in shape) and shape[-1] >= _SHORTEST_ROW
 
 
-def block_of(n: int, longest: int) -> int:
-    """The size of the blocks of rows: the largest divisor up to `longest`, of 16 at least; the row if there is none.
+def block_of(n: int) -> int:
+    """The size of the blocks of rows: the largest divisor from 16 to 32, or the row if there is none.
 
     On a TPU, it is the row.
 
     Example:
-        >>> block_of(768, 128), block_of(1000, 128), block_of(1000, 32), block_of(50257, 128)
-        (128, 125, 25, 29)
+        >>> block_of(768), block_of(1000), block_of(50257), block_of(101)
+        (32, 25, 29, 101)
     """
     if compat.platform() == "tpu":  # Its rows are tiles of 128 elements: blocks would be copied to another layout.
         return n
-    return next((size for size in range(longest, _SHORTEST_ROW - 1, -1) if n % size == 0), n)
+    return next((size for size in range(_LONGEST_BLOCK, _SHORTEST_ROW - 1, -1) if n % size == 0), n)
 
 
 def pack(x: Any, packing: Packing) -> Packed:
     """An array in eight bits; it has no derivative.
 
     Zeros and signs stay exact, and equal elements stay equal. Finite numbers stay finite. Numbers that are not finite
-    stay so: they become NaN in float8, and infinite in int8.
+    become infinite.
 
     Args:
         x: float16 or bfloat16, shape (..., n).
@@ -105,17 +110,17 @@ def pack(x: Any, packing: Packing) -> Packed:
         >>> x = jnp.array([[0, 1, -3, 2.1] * 16], jnp.bfloat16)
         >>> both = PACKINGS["float8"], PACKINGS["int8"]
         >>> [unpack(pack(x, each), x.dtype)[0, :4].astype(float).tolist() for each in both]
-        [[0.0, 1.0, -3.0, 2.0], [0.0, 1.0, -3.0, 2.09375]]
+        [[0.0, 1.0, -3.0, 2.125], [0.0, 1.0, -3.0, 2.09375]]
     """
-    exponents = packed_exponents.bind(x, block=block_of(x.shape[-1], packing.longest), packing=packing)
+    exponents = packed_exponents.bind(x, block=block_of(x.shape[-1]), packing=packing)
     return Packed(packed_elements.bind(x, exponents, packing=packing), exponents)
 
 
 def _exponents(x: Any, *, block: int, packing: Packing) -> Any:
     largest = jnp.max(_in_blocks(_magnitude(x)[0], x.shape[-1] // block), axis=-1)
     largest = lax.bitcast_convert_type(largest, x.dtype).astype(np.float32)
-    if packing.stochastic and packing.dtype == np.int8:  # int8 has no 128 to round up to.
-        larger = largest * np.float32(128 / 127)
+    if packing.stochastic:  # There is no number to round up to.
+        larger = largest * np.float32(2.0 ** (packing.top + 1) / packing.most)
         largest = jnp.where(larger > np.float32(compat.finfo(x.dtype).max), largest, larger)
     exponents = lax.shift_right_logical(lax.bitcast_convert_type(largest, np.int32), _MANTISSA_BITS) - _BIAS
     return jnp.clip(exponents - np.int32(packing.top), _LEAST, _MOST).astype(np.int8)
@@ -136,24 +141,21 @@ def _exponents_abstract_eval(x: Any, *, block: int, packing: Packing) -> Any:
 
 
 def _elements(x: Any, exponents: Any, *, packing: Packing) -> Any:
-    half, (magnitude, is_negative) = compat.finfo(x.dtype), _magnitude(x)
-    size = lax.bitcast_convert_type(magnitude, x.dtype).astype(np.float32)
-    x = jnp.where(is_negative, -size, size)
-    blocks = _in_blocks(x, exponents.shape[-1])
-    elements = (blocks * _power_of_two(-exponents.astype(np.int32))[..., None]).reshape(x.shape)
-    bits = _bits(x) if packing.stochastic else None
+    magnitude, is_negative = _magnitude(x)
+    sizes = lax.bitcast_convert_type(magnitude, x.dtype).astype(np.float32)
+    bits = _bits(sizes) if packing.stochastic else None
+    blocks = _in_blocks(sizes, exponents.shape[-1])
+    sizes = (blocks * _power_of_two(-exponents.astype(np.int32))[..., None]).reshape(x.shape)
     if packing.dtype == np.int8:
         # NaN becomes the largest number of a block whose other elements are 0, which unpacks to infinity.
-        elements = jnp.where(jnp.isnan(elements), np.float32(127), elements)
-        elements = jnp.round(elements) if bits is None else jnp.floor(elements + fraction(bits))
-        elements = jnp.clip(elements, np.float32(-127), np.float32(127))
-    else:
-        # The largest numbers of half would be rounded up to a power of two that it lacks.
-        last = np.float32(2.0 ** (packing.top + 1) - 2.0 ** (packing.top - int(compat.finfo(packing.dtype).nmant)))
-        is_beyond = jnp.isfinite(x) & (size > last * np.float32(2.0 ** (int(half.maxexp) - 1 - packing.top)))
-        elements = jnp.where(is_beyond, jnp.sign(x) * last, elements)
-        elements = elements if bits is None else round_stochastically(elements, packing.dtype, bits)
-    return elements.astype(packing.dtype)
+        sizes = jnp.where(jnp.isnan(sizes), np.float32(packing.most), sizes)
+        sizes = jnp.round(sizes) if bits is None else jnp.floor(sizes + fraction(bits))
+        elements = jnp.minimum(sizes, np.float32(packing.most)).astype(np.int8)
+        return jnp.where(is_negative, -elements, elements)
+    word = lax.bitcast_convert_type((sizes / _FLOAT16).astype(np.float16), np.uint16)
+    noise = (word >> _DROPPED & 1) + 31 if bits is None else (bits >> 26).astype(np.uint16)
+    elements = jnp.minimum(word + noise >> _DROPPED, _SIGN - 1).astype(np.uint8)
+    return jnp.where(is_negative & (elements > 0), elements | _SIGN, elements)
 
 
 packed_exponents = Primitive("packed_exponents")
@@ -171,9 +173,16 @@ def _bits(x: Any) -> Any:
 
 def unpack(packed: Packed, dtype: Any) -> Any:
     """The array of a packed one, in a dtype."""
-    blocks = _in_blocks(packed.elements, packed.exponents.shape[-1]).astype(np.float32)
+    elements = packed.elements
+    if elements.dtype == np.uint8:
+        # Few operations: XLA writes float32 in place of fusing many with their readers.
+        word = lax.bitcast_convert_type(elements, np.int8).astype(np.int16) << _DROPPED & _OTHERS
+        numbers = lax.bitcast_convert_type(word, np.float16).astype(np.float32) * _FLOAT16
+    else:
+        numbers = elements.astype(np.float32)
+    blocks = _in_blocks(numbers, packed.exponents.shape[-1])
     values = blocks * _power_of_two(packed.exponents.astype(np.int32))[..., None]
-    return values.reshape(packed.elements.shape).astype(dtype)
+    return values.reshape(elements.shape).astype(dtype)
 
 
 def _in_blocks(x: Any, count: int) -> Any:

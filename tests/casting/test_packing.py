@@ -22,8 +22,8 @@ from testing.random_programs.evaluate import in_numpy
 
 FORMATS = tuple(PACKINGS)
 UNPACKED = pytest.mark.filterwarnings("ignore:.*keeps nothing of this program in eight bits")
-# Of the norm of normally distributed elements: 3 bits of mantissa; 6 to 7 bits of the largest of 32.
-ROUNDING = {"float8": 0.03, "int8": 0.01, "float8_stochastic": 0.045, "int8_stochastic": 0.016}
+# Of the norm of normally distributed elements: 4 bits of mantissa; 6 to 7 bits of the largest of 32.
+ROUNDING = {"float8": 0.02, "int8": 0.01, "float8_stochastic": 0.03, "int8_stochastic": 0.016}
 
 
 def normal(*shape, scale=1.0, seed=0):
@@ -103,9 +103,18 @@ def test_large_and_small_numbers_of_the_dtype_stay_finite_and_apart_from_zero(na
         np.testing.assert_allclose(np.asarray(found, np.float64), number, rtol=1 / 16)
 
 
+@pytest.mark.parametrize(("name", "error"), [("float8", 0.02), ("int8", 0.15)])
+def test_elements_beside_one_that_is_a_hundred_times_larger(name, error):
+    """float8's exponent keeps them."""
+    x = normal(64, 256).astype(jnp.bfloat16)
+    x[:, 5] = 100
+    found = np.asarray(packed_and_unpacked(x, name))
+    assert measures.relative_error(np.delete(found, 5, 1), np.delete(x, 5, 1)) < error
+
+
 @pytest.mark.parametrize("name", ["int8_stochastic", "float8_stochastic"])
 def test_stochastic_rounding_has_no_bias_and_repeats(name):
-    step = 1 / 64 if name == "int8_stochastic" else 1 / 8
+    step = 1 / 64 if name == "int8_stochastic" else 1 / 16
     x = np.full((1024, 64), 1 + step / 4, np.float16)
     x[:, 0] = 1.98
     packed = [unpack(pack(x, PACKINGS[each]), jnp.float32) for each in (name, name, name.removesuffix("_stochastic"))]
@@ -390,7 +399,7 @@ def test_a_donated_step_over_devices_stores_eight_bits(name, spec):
     given = jax.device_put(w, parts)
     fun = jax.jit(gradient(loss, name), donate_argnums=0, out_shardings=parts)
     compiled = fun.lower(given, jax.device_put(x, rows)).compile()
-    dtype, shape = {"int8": "s8", "float8": "f8e4m3fn"}[name], "[8,256]" if spec == ("data",) else "[32,64]"
+    dtype, shape = {"int8": "s8", "float8": "u8"}[name], "[8,256]" if spec == ("data",) else "[32,64]"
     assert dtype + shape in compiled.as_text()
     found = compiled(given, jax.device_put(x, rows))
     assert measures.relative_error(jax.device_get(found), expected) < 5e-3
