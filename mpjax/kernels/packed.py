@@ -33,8 +33,8 @@ _LONGEST_BLOCK = 32  # A longer one loses small elements beside a large one.
 _LEAST, _MOST = np.int32(-126), np.int32(127)
 _BIAS = np.int32(127)  # of float32's exponent
 _MANTISSA_BITS = np.int32(23)
-# The bits of float8 are among those of a float16 that is 2^12 times smaller: the sign, and 7 of the others.
-_FLOAT16, _DROPPED, _SIGN, _OTHERS = np.float32(2.0**12), 6, 128, ~0x6000
+# The bits of float8 are among those of a float16 that is 2^12 times smaller.
+_FLOAT16, _DROPPED, _SIGN = np.float32(2.0**12), 6, 128
 
 
 class Packing(NamedTuple):
@@ -144,8 +144,7 @@ def _elements(x: Any, exponents: Any, *, packing: Packing) -> Any:
     magnitude, is_negative = _magnitude(x)
     sizes = lax.bitcast_convert_type(magnitude, x.dtype).astype(np.float32)
     bits = _bits(sizes) if packing.stochastic else None
-    blocks = _in_blocks(sizes, exponents.shape[-1])
-    sizes = (blocks * _power_of_two(-exponents.astype(np.int32))[..., None]).reshape(x.shape)
+    sizes = sizes * _powers_of_two(-exponents.astype(np.int32), x.shape)
     if packing.dtype == np.int8:
         # NaN becomes the largest number of a block whose other elements are 0, which unpacks to infinity.
         sizes = jnp.where(jnp.isnan(sizes), np.float32(packing.most), sizes)
@@ -175,23 +174,28 @@ def unpack(packed: Packed, dtype: Any) -> Any:
     """The array of a packed one, in a dtype."""
     elements = packed.elements
     if elements.dtype == np.uint8:
-        # Few operations: XLA writes float32 in place of fusing many with their readers.
-        word = lax.bitcast_convert_type(elements, np.int8).astype(np.int16) << _DROPPED & _OTHERS
-        numbers = lax.bitcast_convert_type(word, np.float16).astype(np.float32) * _FLOAT16
+        # Few operations: XLA writes float32 in place of fusing many with their readers. The factor is no constant, by
+        # which XLA would multiply a power of two first, to infinity.
+        word = (elements & (_SIGN - 1)).astype(np.int16) << _DROPPED
+        factor = jnp.where(elements < _SIGN, _FLOAT16, -_FLOAT16)
+        numbers = lax.bitcast_convert_type(word, np.float16).astype(np.float32) * factor
     else:
         numbers = elements.astype(np.float32)
-    blocks = _in_blocks(numbers, packed.exponents.shape[-1])
-    values = blocks * _power_of_two(packed.exponents.astype(np.int32))[..., None]
-    return values.reshape(elements.shape).astype(dtype)
+    return (numbers * _powers_of_two(packed.exponents.astype(np.int32), elements.shape)).astype(dtype)
 
 
 def _in_blocks(x: Any, count: int) -> Any:
     return x.reshape(*x.shape[:-1], count, x.shape[-1] // count)
 
 
-def _power_of_two(exponents: Any) -> Any:
-    """float32 powers of two, exact on every device."""
-    return lax.bitcast_convert_type(jnp.clip(exponents, _LEAST, _MOST) + _BIAS << _MANTISSA_BITS, np.float32)
+def _powers_of_two(exponents: Any, shape: Sequence[int]) -> Any:
+    """float32 powers of two for each element, exact on every device.
+
+    XLA fuses the product of two arrays of this shape with its readers. Of arrays in blocks, it would write float32.
+    """
+    powers = lax.bitcast_convert_type(exponents + _BIAS << _MANTISSA_BITS, np.float32)
+    size = shape[-1] // exponents.shape[-1]
+    return jnp.broadcast_to(powers[..., None], (*exponents.shape, size)).reshape(shape)
 
 
 # A packed array has no derivative, and the derivative of a derivative needs one: that of an array of no bytes, which
