@@ -1,5 +1,8 @@
 """`Rules(residuals="int8")` and `"float8"`: which half arrays the backward pass keeps in eight bits.
 
+A matmul's operand that a region computes is not kept at all: it follows from what the region keeps. Reading it from
+there costs no more than unpacking it.
+
 An array is packed if all that its derivative is computed from reads it unpacked: matmuls, rematerialisation regions,
 and calls of `jax.checkpoint` that store their inputs alone. An array that anything else keeps in half is kept once, in
 half. So is one whose rounding a recomputed operation would amplify: the scores of a softmax, the argument of a
@@ -86,6 +89,11 @@ def mark_packed(parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferr
         found = [i for i, v in _places(part, jaxpr) if v not in kept and _is_activation(v, values)]
         part.packs.update(dict.fromkeys((*states, *found), format))
         count += len(states) + len(found)
+    others = [part for part in parts if isinstance(part, RematRegion) or not _is_matmul(part)]
+    stored = {v for part in others for v in formats_of_packs(part)}
+    for part in others:
+        if isinstance(part, RematRegion):
+            part.recomputed = frozenset(part.outvars) - stored
     return count
 
 

@@ -54,6 +54,7 @@ class RematRegion:
         remembering: The same as a function whose derivative reads packed inputs.
         packs: Those of `ins` that are kept in fewer bits, by index, each with the format: half arrays in eight bits,
             gated states in eight bits or in half.
+        recomputed: Those of its results that are not kept for a matmul in eight bits, because they follow from `ins`.
     """
 
     eqns: list[Step]
@@ -65,6 +66,7 @@ class RematRegion:
     model: RematRegion | None = None
     body: Callable[..., Any] | None = None
     packs: dict[int, str] = dataclasses.field(default_factory=dict)
+    recomputed: frozenset[Any] = frozenset()
     remembering: Callable[..., Any] | None = None
 
     @property

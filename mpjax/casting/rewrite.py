@@ -29,7 +29,7 @@ from mpjax.kernels import scaled_ragged, staging, weight_gradients
 from mpjax.kernels.derivatives import same_axes
 from mpjax.kernels.difference import scaled_difference
 from mpjax.kernels.lookup import select, selects
-from mpjax.kernels.packed import PACKINGS, Packed, Packing, pack, remembered_matmul, remembering, tangent_of
+from mpjax.kernels.packed import PACKINGS, Packed, Packing, Recomputed, pack, remembered_matmul, remembering, tangent_of
 from mpjax.kernels.scaled_matmul import SCALINGS, Operand
 from mpjax.kernels.softmax import unfused
 from mpjax.program import compat
@@ -44,7 +44,7 @@ from mpjax.program.primitives import MATMULS, primitive
 class MixedValue:
     """A float32 value of the traced program: the array in each of its precisions, computed when first read."""
 
-    __slots__ = ("_arrays", "_packed", "_scaled", "difference", "half", "in_loop")
+    __slots__ = ("_arrays", "_packed", "_scaled", "difference", "half", "in_loop", "recomputed")
 
     def __init__(self, half: np.dtype, full: Any = None, low: Any = None, in_loop: bool = False):
         self.half, self.in_loop = half, in_loop
@@ -54,6 +54,7 @@ class MixedValue:
         self._arrays = [full, low]
         self._scaled: dict[Any, Operand] = {}
         self._packed: Packed | None = None
+        self.recomputed: Recomputed | None = None
 
     def __getitem__(self, storage: Storage) -> Any:
         array = self._arrays[storage]
@@ -186,6 +187,7 @@ def _run_region(region: RematRegion, operands: Sequence[Any], plan: Plan) -> Seq
         for value, (v, storage) in zip(operands, region.ins, strict=True)
     ]
     barriers = _barriers(region, plan)
+    packs: dict[int, Any] = {}
     with compat.in_scopes(region.scopes):
         if region.packs and not compat.under_jet():
             packs = kept(region.packs, operands)
@@ -198,6 +200,10 @@ def _run_region(region: RematRegion, operands: Sequence[Any], plan: Plan) -> Seq
             values[v].add(storage, array)
         else:
             values[v] = value_of(array, storage, half)
+    from_kept = [packs.get(i, x) for i, x in enumerate(arrays)], tuple(x.dtype for x in arrays)
+    for k, (v, storage) in enumerate(region.outs):
+        if v in region.recomputed and storage == HALF:
+            values[v].recomputed = Recomputed(*from_kept, model.body, k)
     return list(values.values())
 
 
@@ -216,11 +222,12 @@ def _body(region: RematRegion, plan: Plan) -> Callable[..., tuple[Any, ...]]:
 
 
 def kept(packs: Mapping[int, str], operands: Sequence[MixedValue]) -> dict[int, Any]:
-    """What is kept of some operands, by index: their half copies, or these in eight bits."""
-    return {
-        i: operands[i].packed(PACKINGS[format]) if format in PACKINGS else (operands[i][HALF],)
-        for i, format in packs.items()
-    }
+    """What is kept of some operands, by index: their half copies, these in eight bits, or what they follow from."""
+
+    def of(value: MixedValue, format: str) -> Any:
+        return value.recomputed or value.packed(PACKINGS[format]) if format in PACKINGS else (value[HALF],)
+
+    return {i: of(operands[i], format) for i, format in packs.items()}
 
 
 def _remembering(model: RematRegion, plan: Plan, barriers: bool | tuple[bool, ...]) -> Callable[..., Any]:

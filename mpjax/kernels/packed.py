@@ -12,6 +12,7 @@ Source: block scaling with powers of two, "OCP Microscaling Formats (MX)", 2023;
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -70,6 +71,34 @@ class Packed(NamedTuple):
 
     elements: Any
     exponents: Any
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["kept"], meta_fields=["dtypes", "fun", "index"])
+@dataclasses.dataclass(frozen=True)
+class Recomputed:
+    """An array as a result of a function of arrays that are kept anyway: it is not kept itself.
+
+    Args:
+        kept: What is kept of each argument: the array, its packed form, or its half copy in a tuple.
+        dtypes: The dtypes of the arguments.
+        fun: The function.
+        index: The number of its result.
+    """
+
+    kept: Sequence[Any]
+    dtypes: tuple[Any, ...]
+    fun: Callable[..., Sequence[Any]]
+    index: int
+
+    def array(self) -> Any:
+        """The array, from what is kept."""
+        return self.fun(*map(_widened, self.kept, self.dtypes))[self.index]
+
+
+def _widened(kept: Any, dtype: Any) -> Any:
+    if isinstance(kept, Packed):
+        return unpack(kept, dtype)
+    return kept[0].astype(dtype) if isinstance(kept, tuple) else kept
 
 
 def can_pack(shape: Sequence[Any]) -> bool:
@@ -213,7 +242,7 @@ set_derivative(unstored, lambda primals, tangents, out, params: tangents[0], (0,
 
 define(
     restored,
-    lambda empty, *kept: unpack(Packed(*kept), empty.dtype.tangent),
+    lambda empty, *kept: unpack(Packed(*kept), empty.dtype.tangent) if len(kept) > 1 else kept[0],
     lambda empty, *kept: empty.update(dtype=empty.dtype.tangent),
 )
 set_derivative(
@@ -292,7 +321,7 @@ def remembered_matmul(
             rest = arrays[2 + len(lows) :]
             of = functools.partial(_moved_product, i, primitive, {**params, "half": half, "wide": wide})
             if 1 - i in packs:
-                of_packed = lambda empty, packed, *others, of=of: of(restored.bind(empty, *packed), *others)  # noqa: E731
+                of_packed = functools.partial(_of_packed, of)
                 args = unstored.bind(arrays[1 - i]), packs[1 - i], move, *rest
                 parts.append(compat.checkpoint(of_packed, args, (False, prevent_cse, *(False for _ in args[2:])), None))
             else:
@@ -301,6 +330,11 @@ def remembered_matmul(
 
     (out,) = remembering(product, tangent)([*operands, *lows.values(), *rest], packs)
     return out
+
+
+def _of_packed(of: Callable[..., Any], empty: Any, packed: Packed | Recomputed, *others: Any) -> Any:
+    kept = [packed.array()] if isinstance(packed, Recomputed) else packed
+    return of(restored.bind(empty, *kept), *others)
 
 
 def _moved_product(which: int, primitive: Any, params: dict[str, Any], factor: Any, move: Any, *rest: Any) -> Any:
