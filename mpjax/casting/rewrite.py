@@ -48,9 +48,7 @@ class MixedValue:
 
     def __init__(self, half: np.dtype, full: Any = None, low: Any = None, in_loop: bool = False):
         self.half, self.in_loop = half, in_loop
-        self.difference: Sequence[Any] | None = (
-            None  # The arrays of which it is the difference, if the second is smaller.
-        )
+        self.difference: Sequence[Any] | None = None  # the arrays whose difference it is, if the second is smaller
         self._arrays = [full, low]
         self._scaled: dict[Any, Operand] = {}
         self._packed: Packed | None = None
