@@ -183,14 +183,14 @@ def _numbered(nodes: Iterable[Node]) -> Iterator[tuple[Any, Node]]:
 
 
 _NUMBER = re.compile(r"(?<![\w.])\d+\.?\d*(?:e[+-]?\d+)?", re.IGNORECASE)
+_ONE_LESS = re.compile(rf"(?<![\w.])1(?:\.0*)? *- *({_NUMBER.pattern})", re.IGNORECASE)
 _UNKNOWN: tuple[float, ...] = ()
 
 
 @functools.lru_cache(maxsize=4096)
 def _numbers_of(file: str, first: int, last: int) -> tuple[float, ...]:
     text = "".join(linecache.getline(file, line) for line in range(first, max(first, last) + 1))
-    found = [float(number) for number in _NUMBER.findall(text)]
-    return (*found, *(1 - x for x in found if 0 < x < 1e-2))
+    return (*map(float, _NUMBER.findall(text)), *(1 - float(number) for number in _ONE_LESS.findall(text)))
 
 
 def _numbers(site: Site) -> tuple[float, ...]:

@@ -267,6 +267,7 @@ FINE = {
     "mask of -inf": (lambda x, m: jnp.where(m, x @ x, -jnp.inf), (X, MASK), []),
     "mask of the least": (lambda x, m: jnp.where(m, x @ x, jnp.finfo(F16).min), (X, MASK), []),
     "mask in bfloat16": (lambda x, m: jnp.where(m, x @ x, -1e9), (shape(256, 256, dtype=BF16), MASK), []),
+    "bound of 1 beside a small number": (lambda x: (x @ x) * jnp.minimum(x / 200, 1.0) * 1e-4, (X,), []),
     "epsilon that half holds": (lambda x: (x @ x) * jax.lax.rsqrt(x + 1e-5), (X,), []),
     "root of a relu": (lambda x: jnp.sqrt(jax.nn.relu(x @ x)), (X,), []),
     "Python's sum": (lambda x: (x @ x) / sum([x, x]), (X,), []),
