@@ -72,7 +72,12 @@ def scan(eqn: Any, iteration: Callable[[Any, Any], Any], carry: Any, xs: Any) ->
 
 
 def while_loop(
-    eqn: Any, unfinished: Callable[[Any], Any], iteration: Callable[[Any, Any], Any], carry: Any, extra: Any = None
+    eqn: Any,
+    unfinished: Callable[[Any], Any],
+    iteration: Callable[[Any, Any], Any],
+    carry: Any,
+    extra: Any = None,
+    going: Callable[[Any], Any] = lambda extra: True,
 ) -> tuple[Any, Any]:
     """Issues a `while` again, on other trees.
 
@@ -85,6 +90,7 @@ def while_loop(
         iteration: `(carry, extra) → (carry, extra)`.
         carry: The carry of the loop.
         extra: Another tree to carry, on which the condition does not depend.
+        going: A further condition, on `extra`.
     """
     batched = bool(compat.open_jaxpr(eqn.params["cond_jaxpr"]).jaxpr.outvars[0].aval.shape)
 
@@ -95,7 +101,7 @@ def while_loop(
         return jax.tree.map(lambda new, old: _select(going, new, old), after, before) if batched else after, extra
 
     def goes_on(state: Any) -> Any:
-        return unfinished(state[0]).any() if batched else unfinished(state[0])
+        return (unfinished(state[0]).any() if batched else unfinished(state[0])) & going(state[1])
 
     return lax.while_loop(goes_on, step, (carry, extra))
 

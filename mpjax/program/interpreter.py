@@ -53,6 +53,7 @@ class Probe:
     axes: Mapping[str, int] = {}  # the mesh axes of the `shard_map` around the current equation
     checked = False  # whether that `shard_map` checks which values vary along the axes
     arrays: Any = None  # a tree of arrays that it reads; a `shard_map` can't close over them on explicit axes
+    most: Mapping[int, int] = {}  # the most iterations of a `while`, by its number
     noted: Sequence[Key] = ()  # the keys of its notes, whose second parts are the numbers of equations
 
     def device(self, holding: Any = None) -> Any:
@@ -101,6 +102,9 @@ class Probe:
     def ended(self, place: Site, trips: Any) -> dict[Key, Any]:
         """Notes of a `while`, given its trip count."""
         return {}
+
+    def passed(self, notes: Notes) -> None:
+        """Receives the notes of a loop or branch that was compiled."""
 
     def trips(self, place: Site) -> int:
         """The largest trip count of a `while`, for a probe that stacks."""
@@ -233,7 +237,9 @@ class Instrumented:
         if stacks:
             length = self.probe.trips(place)
             notes = jax.tree.map(lambda x: jnp.stack([x] * length), self.probe.packed(body, notes))
-        carried, (trips, notes) = while_loop(place.eqn, unfinished, step, strong(carry), (np.int32(0), notes))
+        most = self.probe.most.get(place.number)
+        going = (lambda extra: True) if most is None else lambda extra: extra[0] < most
+        carried, (trips, notes) = while_loop(place.eqn, unfinished, step, strong(carry), (np.int32(0), notes), going)
         if stacks:
             notes = {("iterations", place.number): notes}
         return list(carried), {**notes, **self.probe.ended(place, trips)}
@@ -282,27 +288,44 @@ class Eager(Instrumented):
     """Evaluates a program outside of `jit`, operation by operation, and compiles loops, branches and `shard_map`.
 
     An instance compiles each of them once, for all calls with arrays of the same shapes (also in `replace`).
+
+    Attributes:
+        compiled: Those that it compiled, by number.
+        known: Those of another evaluation to run instead, without `replace`.
     """
 
     def __init__(self, probe: Probe, wide: bool = False, replace: Partial | None = None):
         super().__init__(probe, wide, replace)
-        self._compiled: dict[int, Callable[..., Any]] = {}
+        self.compiled: dict[int, Callable[..., Any]] = {}
+        self.known: Mapping[int, Callable[..., Any]] = {}
 
     def _evaluate(self, place: Site, ins: Arrays, iteration: Arrays) -> tuple[Arrays, Notes]:
         if not place.blocks or primitive(place.name).call:
             return super()._evaluate(place, ins, iteration)
-        if place.number not in self._compiled:
+        if place.number in self.known:
+            return self.known[place.number](list(ins), list(iteration), None)
+        if place.number not in self.compiled:
 
             def run(ins: Sequence[Any], iteration: Sequence[Any], replace: Partial | None) -> Any:
                 inside = self._with(self.probe)
                 inside.replace = replace
                 return inside._evaluate(place, ins, iteration)
 
-            self._compiled[place.number] = jax.jit(run, compiler_options=COMPILER_OPTIONS)
-        return self._compiled[place.number](list(ins), list(iteration), self.replace)
+            self.compiled[place.number] = jax.jit(run, compiler_options=_compiler_options(place))
+        outs, notes = self.compiled[place.number](list(ins), list(iteration), self.replace)
+        self.probe.passed(notes)
+        return outs, notes
 
     def _behind_barrier(self, ins: Sequence[Any]) -> Sequence[Any]:
         return ins  # Operations run one by one, so the compiler can't eliminate recomputation.
+
+
+_SMALL = 2**14  # elements, up to which running takes less time than optimizing
+
+
+def _compiler_options(place: Site) -> dict[str, bool | int | str]:
+    sizes = (v.aval.size for inner in place.places() for v in inner.outvars if compat.is_shaped(v.aval))
+    return COMPILER_OPTIONS | ({"xla_backend_optimization_level": 0} if max(sizes, default=0) <= _SMALL else {})
 
 
 def bound(eqn: Any, arrays: Sequence[Any], wide: bool) -> list[Any]:

@@ -62,6 +62,16 @@ def source_line(eqn: Any, caller: str = "") -> str:
     return f"{frames[which].file_name.rsplit('/', 1)[-1]}:{frames[which].start_line}"
 
 
+def apart(eqn: Any, other: Any) -> str:
+    """Where an equation is, apart from another of the same line: its column, or the line of a call."""
+    for one, two in zip(compat.user_frames(eqn), compat.user_frames(other), strict=False):
+        if (one.file_name, one.start_line) != (two.file_name, two.start_line):
+            return f", called at {one.file_name.rsplit('/', 1)[-1]}:{one.start_line}"
+        if one.start_column != two.start_column:
+            return f", column {one.start_column + 1}"
+    return ""
+
+
 def informative_frame(files: Sequence[str]) -> int | None:
     """The index of the frame to report, given the files innermost first: outside of libraries, else of mpjax alone."""
     outside = [i for i, file in enumerate(files) if not file.startswith(_PACKAGE)]

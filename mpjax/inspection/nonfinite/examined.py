@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from mpjax.inspection.nonfinite.evidence import is_derivative, primal
-from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite, finite_but, is_integer
+from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite, finite_but
 from mpjax.inspection.nonfinite.provenance import (
     CodeProbe,
     Provenance,
@@ -27,14 +27,16 @@ from mpjax.inspection.nonfinite.provenance import (
 from mpjax.inspection.trials import argument_name
 from mpjax.program.dtypes import is_inexact, widened
 from mpjax.program.graph import lay_out
-from mpjax.program.inlining import Node, flow_of
+from mpjax.program.inlining import Node, Value, flow_of
 from mpjax.program.interpreter import Eager, Instrumented, Key, Probe
 from mpjax.program.owners import owners_of
+from mpjax.program.primitives import primitive
 from mpjax.program.source import BACKWARD
 from mpjax.program.tracing import TracedCall
 
 # By name: a `while` may end at a NaN.
 
+_NO_SPAN = np.int32(0), np.int32(0)
 Watched = tuple[bool, dict[int, int], Sequence[int]]  # one run: `watched`, and the codes of the results
 
 
@@ -46,6 +48,9 @@ class Examined:
         codes: The codes of its results.
         replay: What led to them.
         finite: The numbers of the equations whose elements are made finite, because their fault is known.
+        finite_leaves: The same of leaves.
+        compiled: The loops that its first search compiled, by number.
+        most: The trip count of each `while` with the faults, after which it ends without them; None before a repair.
     """
 
     def __init__(self, traced: TracedCall):
@@ -54,8 +59,10 @@ class Examined:
         self.names, self.leaves = traced.names, [*traced.arrays, *self.block.consts]
         self.places = {place.number: place for place in self.block.places()}
         self.whiles = [place for place in self.places.values() if place.name == "while"]
-        self.finite: frozenset[int] = frozenset()  # the equations whose elements are made finite
-        self.is_repaired = False
+        self.finite: frozenset[int] = frozenset()
+        self.finite_leaves: frozenset[int] = frozenset()
+        self.most: dict[int, int] | None = None
+        self.compiled: Mapping[int, Callable[..., Any]] = {}
         self.fault: Provenance
         self.codes: Sequence[int] = ()  # of the results
         self.replay: Replay
@@ -65,20 +72,20 @@ class Examined:
         self.watched = functools.cache(self._watched)
         self._evaluation: Eager | None = None
 
-    @property
-    def ends(self) -> bool:
-        """Whether its loops end when elements are made finite: their conditions read only counters."""
-        read = (v for place in self.whiles for site in place.blocks[0].places() for v in site.invars)
-        return all(is_integer(v) for v in read)
+    def trips(self) -> dict[int, int]:
+        """The trip count of each `while`."""
+        if self.most is None:
+            self.most = self.watched()[1] if self.whiles else {}
+        return self.most
 
     def repaired(self) -> Examined:
-        """The program without its fault: the elements that are not finite are 1."""
+        """The program without its fault: other numbers replace the elements that are not finite."""
         program, fault = copy.copy(self), self.fault
         if fault.is_argument:
-            program.leaves = [finite(x) if i == fault.number else x for i, x in enumerate(self.leaves)]
+            program.finite_leaves |= {fault.number}
         else:
-            program.finite = self.finite.union(self._alike(fault), (n for n in self.places if self._follows(n, fault)))
-        program.is_repaired = True
+            gone = self._repeated(fault)
+            program.finite = self.finite.union(gone, (n for n in self.places if self._follows(n, gone)))
         program._start()
         return program
 
@@ -89,33 +96,51 @@ class Examined:
         one, two = self.places[self.fault.number], self.places[other.number]
         if one.source != two.source:
             return False
-        reads, writes = self.node(other.number).reads, self.node(self.fault.number).writes
+        reads, writes = self.nodes[other.number].reads, self.nodes[self.fault.number].writes
         depends = one.phase == two.phase and any(self.flow.depends(reads, v) for v in writes)
         # In the loop of the backward pass, the operand of a derivative is an array of all iterations.
         in_loop = self.fault.indices(self.places) == other.indices(self.places) != ()
-        return depends or (in_loop and two.phase == BACKWARD) or self._follows(other.number, self.fault)
+        return depends or (in_loop and two.phase == BACKWARD) or self._follows(other.number, [self.fault.number])
 
-    def _follows(self, number: int, fault: Provenance) -> bool:
-        """Whether an equation of the line of a fault computes its derivative."""
-        place, here = self.places[number], self.places[fault.number]
-        if place.source != here.source or place.blocks or number == fault.number:
+    def _follows(self, number: int, faults: Collection[int]) -> bool:
+        """Whether an equation computes the derivative of one of some faults, on its line."""
+        place = self.places[number]
+        firsts = [self.nodes[n] for n in faults if self.places[n].source == place.source and n != number]
+        if not firsts or place.blocks or not (place.phase == BACKWARD or self.is_derivative(number)):
             return False
-        node, first = self.node(number), self.node(fault.number)
-        of = {v.whole or v for v in (*first.reads, *first.writes)}
-        is_derivative = place.phase == BACKWARD or self.is_derivative(number)
-        return is_derivative and not of.isdisjoint(v.whole or v for v in node.reads)
+        of = {self.first.get(v, v) for first in firsts for v in (*first.reads, *first.writes)}
+        return not of.isdisjoint(self.first.get(v, v) for v in self.nodes[number].reads)
+
+    @functools.cached_property
+    def first(self) -> dict[Value, Value]:
+        """The first of the values that the same operations of the same lines make of the same values.
+
+        A recomputation makes the same.
+        """
+        found, first = dict[Any, Value](), dict[Value, Value]()
+        for node in self.flow.eqns:
+            first |= {v: v.whole for v in node.reads if v.whole is not None}
+            reads = tuple(str(v.constant) if np.size(v.constant) == 1 else first.get(v, v) for v in node.reads)
+            for i, v in enumerate(node.writes):
+                first[v] = found.setdefault((node.site.name, node.site.source, reads, i), v)
+        return first
 
     def is_derivative(self, number: int) -> bool:
         """Whether an equation of the forward pass, or of its recomputation, only computes a derivative."""
-        return is_derivative(self.flow, self.node(number), self.primal)
-
-    def node(self, number: int) -> Node:
-        """An equation."""
-        return self._nodes[id(self.places[number].eqn), self.places[number].phase]
+        return is_derivative(self.flow, self.nodes[number], self.primal)
 
     @functools.cached_property
-    def _nodes(self) -> dict[tuple[int, str], Node]:
-        return {(id(node.site.eqn), node.site.phase): node for node in reversed(self.flow.eqns)}
+    def nodes(self) -> dict[int, Node]:
+        """The equations, by number."""
+        nodes = iter(self.flow.eqns)  # which also has the insides of kernels, and inlines calls
+        rows = {n: primitive(place.name) for n, place in self.places.items()}
+        left = ((n, self.places[n].eqn) for n, row in rows.items() if not (row.call or row.shards))
+        return {n: next(node for node in nodes if node.site.eqn is eqn) for n, eqn in left}
+
+    @property
+    def is_repaired(self) -> bool:
+        """Whether some of its faults are known, and replaced."""
+        return bool(self.finite or self.finite_leaves)
 
     @functools.cached_property
     def primal(self) -> set[int]:
@@ -131,16 +156,23 @@ class Examined:
 
     def run(self, evaluation: Instrumented, leaves: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
         """Evaluates the program."""
-        count = len(self.names)
+        count, leaves = len(self.names), self.leaves_of(evaluation, leaves)
         return evaluation.block(self.block, leaves[:count], consts=leaves[count:])
+
+    def leaves_of(self, evaluation: Instrumented, leaves: Sequence[Any] = ()) -> Sequence[Any]:
+        """Its leaves, or others, without their faults."""
+        seed = evaluation.replace.args[-1] if evaluation.replace else 0
+        return [finite(x, seed) if i in self.finite_leaves else x for i, x in enumerate(leaves or self.leaves)]
 
     def point(self, fault: Provenance, at: tuple[Any, ...] | None = None, wide: bool = False) -> tuple[bool, Any]:
         """Whether the point of a fault is reached, and what a `PointProbe` measures there."""
         probe = PointProbe(self.places[fault.number], fault.iteration, at, wide)
         leaves = [*map(widened, self.leaves)] if wide else self.leaves
         try:
-            return jax.device_get(self.run(self.evaluation(probe, wide), leaves)[1][probe.noted[0]])
-        except Reached as found:  # outside of loops, the rest of the program need not run
+            evaluation = self.evaluation(probe, wide)
+            evaluation.known = {} if wide else self.known([fault.number])
+            return jax.device_get(self.run(evaluation, leaves)[1][probe.noted[0]])
+        except Reached as found:  # the rest of the program need not run
             return jax.device_get(found.args[0])
 
     def _watched(self, fault: Provenance | None = None, span: tuple[int, int] = (0, 0)) -> Watched:
@@ -149,7 +181,7 @@ class Examined:
             self._evaluation = self.evaluation(WatchProbe(), fault=fault)
         evaluation = self._evaluation
         if evaluation.replace is not None:
-            evaluation.replace = Partial(evaluation.replace.func, jax.tree.map(np.int32, span))
+            evaluation.replace = Partial(evaluation.replace.func, *map(np.int32, span), np.float32(0))
         outs, notes = self.run(evaluation, self.leaves)
         codes, notes = jax.device_get((_codes(outs), notes))
         return *watched(notes), codes
@@ -157,8 +189,26 @@ class Examined:
     def evaluation(self, probe: Probe, wide: bool = False, fault: Provenance | None = None) -> Eager:
         """An evaluation with the elements of earlier faults, and of a fault, made finite."""
         alike = self.finite | (self._alike(fault) & {when[-1] for when in self.replay.made} if fault else set())
-        replace = Partial(finite_but(probe, alike, fault), (np.int32(0), np.int32(0))) if alike else None
+        probe.most = self.most or {}
+        replace = (
+            Partial(finite_but(probe, alike, fault), *_NO_SPAN, np.float32(0)) if alike or self.finite_leaves else None
+        )
         return Eager(probe, wide, replace)
+
+    def known(self, excluded: Iterable[int] = ()) -> dict[int, Callable[..., Any]]:
+        """The compiled loops in which no element is made finite, nor any of some equations is."""
+        inside = {*self.finite, *excluded}
+        return {n: run for n, run in self.compiled.items() if inside.isdisjoint(range(n, self.places[n].end))}
+
+    def _repeated(self, fault: Provenance) -> set[int]:
+        """The equation of a fault, its recomputation, and the same in layers that read its result."""
+        writes, phase = self.nodes[fault.number].writes, self.places[fault.number].phase
+
+        def is_repeated(n: int) -> bool:
+            reads = self.nodes[n].reads
+            return self.places[n].phase != phase or any(self.flow.depends(reads, v) for v in writes)
+
+        return {n for n in self._alike(fault) if n == fault.number or is_repeated(n)}
 
     def _alike(self, fault: Provenance) -> set[int]:
         """The equation of a fault, and the same operation of the same line in repeated layers."""
@@ -172,16 +222,28 @@ class Examined:
 
 
 def search(program: Examined) -> Provenance | None:
-    """The first fault. A program without `while` runs only once."""
-    trips = program.watched()[1] if program.whiles else {}
-    outs, notes = program.run(program.evaluation(CodeProbe(program.block, trips)), program.leaves)
-    program.codes, arguments = jax.device_get((_codes(outs), _codes(program.leaves)))
-    arguments = list(map(code_of_argument, program.leaves, arguments))
-    fault, program.replay = first_fault(
-        program.block, arguments, program.codes, jax.device_get(notes), program.is_repaired
-    )
+    """The first fault. A program without `while` runs only once.
+
+    Without faults that are known, only one is found that does not depend on the numbers that replace them.
+    """
+    evaluation = program.evaluation(CodeProbe(program.block, program.trips()))
+    evaluation.known = program.known()
+    fault = _first(program, evaluation)
+    program.compiled = program.compiled or evaluation.compiled
+    if fault is not None and program.is_repaired:
+        evaluation.replace = evaluation.replace and Partial(evaluation.replace.func, *_NO_SPAN, np.float32(1))
+        fault = fault if _first(program, evaluation) == fault else None
     if fault is not None:
         program.fault = fault
+    return fault
+
+
+def _first(program: Examined, evaluation: Eager) -> Provenance | None:
+    leaves = program.leaves_of(evaluation)
+    outs, notes = program.run(evaluation, program.leaves)
+    program.codes, arguments = jax.device_get((_codes(outs), _codes(leaves)))
+    codes = list(map(code_of_argument, leaves, arguments))
+    fault, program.replay = first_fault(program.block, codes, program.codes, jax.device_get(notes), program.is_repaired)
     return fault
 
 

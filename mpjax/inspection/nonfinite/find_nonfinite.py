@@ -27,7 +27,7 @@ from mpjax.program import compat
 from mpjax.program.dtypes import is_half, is_inexact
 from mpjax.program.graph import Block, Site, walk
 from mpjax.program.primitives import Op, primitive
-from mpjax.program.source import BACKWARD, FORWARD
+from mpjax.program.source import BACKWARD, FORWARD, apart
 from mpjax.program.tracing import TracedCall
 
 
@@ -77,21 +77,35 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     if not causes:
         return None
     # The value before its derivative: a division by zero before that of a square root of zero.
-    program, *rest = sorted(
-        causes, key=lambda cause: cause.fault.rank == MADE and cause.is_derivative(cause.fault.number)
-    )
+    causes.sort(key=lambda cause: cause.fault.rank == MADE and cause.is_derivative(cause.fault.number))
+    causes = [each for i, each in enumerate(causes) if not any(one.explains(each.fault) for one in causes[:i])]
+    program = causes[0]
     in_float32_, written = (functools.cache(functools.partial(f, fun, args, kwargs)) for f in (in_float32, as_written))
     found, *others = (
         _in_argument(cause, cause.fault.number)
         if cause.fault.is_argument
         else _examined(cause, cause is program, in_float32_, written)
-        for cause in (program, *(each for each in rest if not program.explains(each.fault)))
+        for cause in causes
     )
     # Another source may be the reason why an earlier result is not finite.
     ends = zip(_result_names(traced), first.replay.results, strict=True)
     bad = [(end.place != program.fault.place, name) for name, end in ends if end]
     result = None if program.fault.is_argument else min(bad, default=(0, None), key=lambda pair: pair[0])[1]
-    return dataclasses.replace(found, result=result, others=tuple(other.line for other in others))
+    lines = (
+        dataclasses.replace(other, source=_apart(program, cause)).line
+        for cause, other in zip(causes[1:], others, strict=True)
+    )
+    return dataclasses.replace(found, result=result, others=tuple(dict.fromkeys(lines)))
+
+
+def _apart(program: Examined, cause: Examined) -> str:
+    """The line of a cause; if that and the operation are the first's, also the column, or from where it is called."""
+    if cause.fault.is_argument:
+        return ""
+    place, places = cause.places[cause.fault.number], () if program.fault.is_argument else program.places.values()
+    first = (each for each in places if each.number == program.fault.number)
+    alike = (apart(place.eqn, each.eqn) for each in first if (each.name, each.line) == (place.name, place.line))
+    return place.line + next(alike, "")
 
 
 _MOST = 3  # causes that are reported
@@ -102,7 +116,7 @@ def _causes(program: Examined) -> list[Examined]:
     found: list[Examined] = []
     while search(program) is not None:
         found.append(program)
-        if len(found) == _MOST or not program.ends:
+        if len(found) == _MOST:
             break
         program = program.repaired()
     return found
@@ -154,7 +168,7 @@ def _examined(
     reached, there = program.point(fault, tuple(here["index"]), wide=True) if half else (True, here)
     which, index, device = map(int, here["index"])
     out = [v.aval for v in eqn.outvars if is_inexact(v)][which]
-    node = program.node(fault.number)
+    node = program.nodes[fault.number]
     derivative = program.is_derivative(fault.number)
     element = tuple(map(int, np.unravel_index(index, out.shape)))
     value = float(there["value"]) if reached else None
@@ -234,7 +248,7 @@ def _is_where_gradient(program: Examined) -> bool:
     makers = [flow.maker(v) for v, code in zip(flow.outputs, program.codes, strict=True) if code]
     if any(maker is None or maker.site.phase != BACKWARD for maker in makers):
         return False
-    operands = zip(program.point(entry)[1]["operands"], program.node(entry.number).reads, strict=True)
+    operands = zip(program.point(entry)[1]["operands"], program.nodes[entry.number].reads, strict=True)
     return any(evidence.is_selected(flow, v) for value, v in operands if value == 0)
 
 

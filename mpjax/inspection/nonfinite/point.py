@@ -69,6 +69,10 @@ class PointProbe(Probe):
             raise Reached((True, _measured(np, arrays, *rest)))
         raise Reached((True, _compiled(arrays, *rest)))
 
+    def passed(self, notes: Notes) -> None:
+        if self.noted[0] in notes:
+            raise Reached(notes[self.noted[0]])
+
     def empty(self, key: Key) -> Any:
         count, ranges = len(self.target.invars), sum(map(is_number, self.target.invars))
         numbers = {"index": jnp.zeros(3, jnp.int32), "count": jnp.int32(0), "value": jnp.float32(0)}
@@ -81,7 +85,7 @@ class PointProbe(Probe):
 
 
 def finite_but(probe: Probe, alike: Collection[int], fault: Provenance | None = None) -> Callable[..., Sequence[Any]]:
-    """The `replace` of an `Instrumented`, after a span of positions: sets elements that are not finite to 1.
+    """The `replace` of an `Instrumented`, after a span of positions and a seed: replaces elements that are not finite.
 
     These are the elements of some equations, but those of a fault inside of the span. The position of an element is its
     flat index, counted after the elements of all earlier devices. An array that several devices hold counts as that of
@@ -93,30 +97,33 @@ def finite_but(probe: Probe, alike: Collection[int], fault: Provenance | None = 
         fault: The fault.
     """
 
-    def replace(span: Any, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays) -> Arrays:
+    def replace(low: Any, high: Any, seed: Any, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays) -> Arrays:
         if place.number not in alike:
             return outs
         hit: Any = np.bool_(False)
         if fault is not None and place.number == fault.number:
             hit = at_iteration(iteration, fault.iteration)
-        return [_with_finite_elements(probe, x, hit, *span) for x in outs]
+
+        def finite_but_span(x: Any) -> Any:
+            position = np.arange(x.size, dtype=np.int32).reshape(x.shape) + probe.device(x) * x.size
+            return finite(x, seed, hit & (position >= low) & (position < high))
+
+        return [finite_but_span(x) if is_inexact(x) else x for x in outs]
 
     return replace
 
 
-def _with_finite_elements(probe: Probe, x: Any, hit: Any, low: Any, high: Any) -> Any:
-    if not is_inexact(x):
-        return x
-    position = np.arange(x.size, dtype=np.int32).reshape(x.shape) + probe.device(x) * x.size
-    return finite(x, hit & (position >= low) & (position < high))
+def finite(x: Any, seed: Any, kept: Any = np.bool_(False)) -> Any:  # noqa: B008
+    """An array with other numbers, from .5 to .9, in place of the elements that are not finite, except the kept.
 
-
-def finite(x: Any, kept: Any = np.bool_(False)) -> Any:  # noqa: B008
-    """An array whose elements that are not finite are 1, but those that are kept."""
+    They differ from one another, and with the seed: what a program makes of equal numbers, or of 1, may be a fault.
+    """
     numpy: Any = jnp
-    if in_host_memory(x) and not isinstance(kept, jax.core.Tracer):
+    if in_host_memory(x) and not isinstance(kept, jax.core.Tracer) and not isinstance(seed, jax.core.Tracer):
         numpy, x = np, np.asarray(x)
-    return numpy.where(~kept & ~numpy.isfinite(x), numpy.ones((), x.dtype), x)
+    place = np.arange(x.size, dtype=np.float32).reshape(x.shape)
+    others = (0.5 + 0.4 * ((0.618 * place + 0.37 * seed) % 1)).astype(x.dtype)
+    return numpy.where(~kept & ~numpy.isfinite(x), others, x)
 
 
 def _measured(numpy: Any, arrays: Sequence[Arrays], element: Any, device: Any) -> dict[str, Any]:

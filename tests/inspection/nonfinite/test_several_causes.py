@@ -185,3 +185,71 @@ def test_a_row_that_is_masked_as_a_whole_is_called_that(scores):
     assert "the softmax of a row that holds only -inf" in found.diagnosis
     assert found.element[0] == 1
     assert "softmax" not in str(find_nonfinite(lambda x: x - x[::-1], np.array([np.inf, np.inf], np.float32)))
+
+
+def test_causes_behind_a_loop_that_ends_by_floats_are_named():
+    def bisect(x):
+        return jax.lax.while_loop(
+            lambda s: jnp.abs(s[1] - s[0]) > 1e-3, lambda s: (s[1], (s[0] + s[1]) / 2), (x, 2 * x)
+        )
+
+    def loss(x, y):
+        a = jnp.sqrt(x[0])
+        return a + bisect(x[1])[0] + jnp.log(y)
+
+    assert causes(find_nonfinite(loss, np.array([-1, 1], np.float32), np.float32(0))) == [
+        f"NaN made by sqrt at {line_of(loss)}: square root of a negative number (-1)",
+        f"inf made by log at {line_of(loss, 2)}: log of zero",
+    ]
+
+
+def test_a_loop_that_ended_at_a_nan_ends_without_it():
+    def newton(x, y):
+        step = lambda state: (state[0] + 1, jnp.log(state[1]))
+        return jax.lax.while_loop(lambda state: jnp.abs(state[1]) > 1e-3, step, (0, x))[1] + jnp.sqrt(y)
+
+    found = find_nonfinite(newton, np.float32(8), np.float32(-2))
+    assert (found.primitive, found.iteration, len(found.others)) == ("log", 3, 1)
+    assert "square root of a negative number (-2)" in found.others[0]
+
+
+def test_two_faults_of_one_line_are_told_apart():
+    def logs(a, b):
+        return jnp.log(a) + jnp.log(b)
+
+    found = find_nonfinite(logs, np.zeros(3, np.float32), np.full(3, -2, np.float32))
+    assert causes(found) == [
+        f"inf made by log at {line_of(logs)}: log of zero",
+        f"NaN made by log at {line_of(logs)}, column 29: log of a negative number (-2)",
+    ]
+
+    def twice(a, b):
+        first = half(a)
+        return jnp.sum(first) + jnp.sum(half(b))
+
+    def half(x):
+        return 1 / (x - 1)
+
+    for fun in (twice, jax.value_and_grad(twice), jax.value_and_grad(jax.checkpoint(twice))):
+        assert causes(find_nonfinite(fun, np.ones(3, np.float32), np.ones(4, np.float32))) == [
+            f"inf made by div at {line_of(half)}: division by zero",
+            f"inf made by div at {line_of(half)}, called at {line_of(twice, 2)}: division by zero",
+        ]
+
+
+def test_a_fault_of_repeated_layers_is_one_cause():
+    def net(w, x):
+        for _ in range(3):
+            x = x / (x - x)
+        return jnp.sum(x)
+
+    assert find_nonfinite(jax.value_and_grad(net), np.ones(()), np.ones(4, np.float32)).others == ()
+
+
+def test_what_the_numbers_in_place_of_a_fault_would_make_is_no_cause():
+    def centred(x):
+        h = jnp.log(x)
+        return jnp.sum(1 / jnp.std(h) + 1 / jnp.log(h) + jnp.linalg.cholesky(h @ h.T))
+
+    found = find_nonfinite(centred, -np.ones((3, 3), np.float32))
+    assert (found.primitive, found.others) == ("log", ())
