@@ -224,17 +224,17 @@ def _norms(flow: Flow) -> Iterator[RiskySite]:
     """Square roots of sums of squares in float16."""
 
     def through(node: Node) -> Iterable[Value]:
-        return node.reads if repeats(node) or primitive(node.site.name).adds else ()
+        row = primitive(node.site.name)
+        return node.reads if repeats(node) or row.adds or row.risk == "sum" else ()
 
     def is_square(node: Node) -> bool:
         is_product = node.site.name == "mul" and node.reads[0] is node.reads[1]
         return node.site.name == "square" or node.site.eqn.params.get("y") == 2 or is_product
 
     for node in flow.eqns:
-        if node.site.name == "sqrt" and node.reads[0].aval.dtype == np.float16:
-            sums = [maker for maker in flow.made_by(node.reads, through) if maker.site.name == "reduce_sum"]
-            if any(is_square(square) for maker in sums for square in flow.made_by(maker.reads, through)):
-                yield "norm", node.site, "float16", MEANINGS["norm"]
+        is_root = node.site.name == "sqrt" and node.reads[0].aval.dtype == np.float16
+        if is_root and any(map(is_square, flow.made_by(node.reads, through))):
+            yield "norm", node.site, "float16", MEANINGS["norm"]
 
 
 def _amplified(roundings: Iterable[Amplified]) -> Iterator[RiskySite]:
@@ -364,8 +364,22 @@ def _added_to(flow: Flow, before: Value, after: Iterable[Value], times: str) -> 
         if node is None or not primitive(node.site.name).adds or len(node.reads) != 2:
             continue
         old, new = sorted(node.reads, key=lambda value: before not in sources(value))
-        if before in sources(old) and new.constant is None and not transformed(new):
+        if (
+            before in sources(old)
+            and new.constant is None
+            and not transformed(new)
+            and not _is_gated(flow, new, dependent)
+        ):
             yield "accumulator", node.site, dtype.name, _summed(times, dtype)
+
+
+def _is_gated(flow: Flow, term: Value, dependent: set[Value]) -> bool:
+    """Whether a term is a gate, an array, times what depends on the sum so far: most of its rounding is forgotten."""
+    node = flow.maker(flow.source(term, repeats))
+    if node is None or node.site.name != "mul":
+        return False
+    gates = [flow.source(v, repeats) for v in node.reads if v not in dependent]
+    return len(gates) == 1 and gates[0].kind != CONSTANT and bool(gates[0].aval.shape)
 
 
 _MANY_TERMS = 8

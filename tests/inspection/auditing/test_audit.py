@@ -585,3 +585,11 @@ def test_the_line_is_the_users_where_a_librarys_branch_knows_none():
     grads = {"w": jnp.ones(3, F16)}
     lines = [risk.source for risk in mpjax.audit(step, grads, tx.init(grads)).risks if risk.kind == "norm"]
     assert lines == [f"test_audit.py:{step.__code__.co_firstlineno + 1}"]
+
+
+def test_a_norm_over_devices_is_a_norm():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    norm = lambda x: jnp.sqrt(jax.lax.psum(jnp.sum(x.astype(F16) ** 2), "data"))
+    spec = jax.sharding.PartitionSpec
+    fun = jax.shard_map(norm, mesh=mesh, in_specs=spec("data"), out_specs=spec())
+    assert "norm" in [risk.kind for risk in mpjax.audit(fun, shape(8, 8, dtype=F32)).risks]

@@ -102,6 +102,14 @@ def test_sums_over_iterations_that_are_stored_in_half_are_risks():
     assert not risks(lambda w, xs: accumulated(w, xs, jnp.float32), jnp.eye(8), xs)
     assert not risks(layers, jnp.ones((3, 8, 8), half), jnp.ones((4, 8), half)), "a residual stream"
 
+    def gated(w, xs, form):
+        gate = jax.nn.sigmoid(xs @ w).astype(half)
+        return jax.lax.scan(lambda h, z: (form(h, z, jnp.tanh(z)), None), jnp.zeros((4, 8), half), gate)[0]
+
+    for form in (lambda h, z, n: z * h + (1 - z) * n, lambda h, z, n: h + z * (n - h)):
+        assert not risks(lambda w, xs, form=form: gated(w, xs, form), jnp.eye(8), xs), "the gates of a GRU"
+    assert risks(lambda w, xs: gated(w, xs, lambda h, z, n: h + z * n), jnp.eye(8), xs)
+
 
 @pytest.mark.parametrize(
     "new", [lambda y: jax.nn.one_hot(y, 4, dtype=jnp.bfloat16).sum(0), lambda y: jax.nn.one_hot(y, 4).mean(0)]
