@@ -119,7 +119,7 @@ class SearchReport(Report):
         before, after, budget = _share(self.error_before), _share(self.error), _share(self.budget)
         if not self.reference_is_finite:
             return [
-                f"the gradients of {self.function} are not finite in float32 either: mpjax.find_nonfinite shows where"
+                f"the gradients of {self.function} are not finite without autocast either: mpjax.find_nonfinite shows where"
             ]
         if not self.met:
             return [

@@ -271,7 +271,9 @@ def test_gradients_that_are_not_finite_in_float32_get_no_advice():
     w = np.random.default_rng(1).normal(size=(32, 32)).astype(np.float32)
     report = mpjax.search(loss, w, X)
     assert not report.met
-    assert report.text().startswith("the gradients of loss are not finite in float32 either: mpjax.find_nonfinite")
+    assert report.text().startswith(
+        "the gradients of loss are not finite without autocast either: mpjax.find_nonfinite"
+    )
     assert "float_function" not in report.text()
     report = mpjax.layerwise_error(mpjax.autocast(loss), w, X)
     assert "not finite in float32 either" in report.text()
