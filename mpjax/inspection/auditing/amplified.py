@@ -189,7 +189,7 @@ class _Roundings:
     def _read(self, place: Site, given: Sequence[Facts]) -> None:
         """Notes what an equation amplifies of its operands."""
         row = primitive(place.name)
-        has_pole_at_zero = row.worst.startswith("near") or row.risk == "pow"
+        has_pole_at_zero = row.worst.startswith("near") or row.risk == "pow" or place.name == "sqrt"
         for i, (facts, v) in enumerate(zip(given, place.invars, strict=True)):
             inexact = facts.rounded or facts.matmul
             if inexact and (row.decomposes or row.solve):
@@ -274,7 +274,8 @@ def _difference(place: Site, given: Sequence[Facts], found: Facts) -> Rounding |
     row = primitive(place.name)
     kept = next((facts.difference for facts in given if facts.difference), None)
     if kept is not None:
-        return kept if (row.is_affine or row.exact) and not row.kernel and row.linear != "first" else None
+        stays = row.is_affine or row.exact or place.name == "sqrt"  # near zero
+        return kept if stays and not row.kernel and row.linear != "first" else None
     if not row.adds or len(given) != 2 or not found.low <= 0 <= found.high:
         return None
     rounding = next((facts.rounded for facts in given if facts.rounded), None)

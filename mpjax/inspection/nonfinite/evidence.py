@@ -11,7 +11,6 @@ from mpjax.inspection.auditing.amplified import amplified
 from mpjax.inspection.auditing.constants import Lost, are_unexplained, lost_constants
 from mpjax.inspection.auditing.scaled_gradients import repeats
 from mpjax.program.dtypes import is_float
-from mpjax.program.graph import Site
 from mpjax.program.inlining import Flow, Node, Value
 from mpjax.program.primitives import MATMULS, Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD
@@ -67,10 +66,11 @@ def cast_input(flow: Flow, node: Node) -> int | None:
     return flow.inputs.index(source) if source in flow.inputs else None
 
 
-def amplified_rounding(flow: Flow, place: Site) -> str:
-    """The rounding that an operation amplifies, in words; empty if there is none."""
-    found = (each for each in amplified(flow)[0] if (each.site.name, each.site.source) == (place.name, place.source))
-    return next((f"it reads {each.text}" for each in found), "")
+def amplified_rounding(flow: Flow, node: Node) -> str:
+    """The rounding that an operation amplifies, or one of its line that it depends on, in words; empty if none."""
+    before = {id(each.site.eqn) for each in (node, *flow.before(node.reads))}
+    found = [each for each in amplified(flow)[0] if each.site.source == node.site.source]
+    return next((f"it reads {each.text}" for each in found if id(each.site.eqn) in before), "")
 
 
 def is_half_over_sqrt(flow: Flow, node: Node) -> bool:

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
+from mpjax.inspection.auditing.constants import Lost
 from mpjax.inspection.nonfinite.evidence import is_derivative, primal
-from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite, finite_but
+from mpjax.inspection.nonfinite.point import PointProbe, Reached, finite, finite_but, with_constants
 from mpjax.inspection.nonfinite.provenance import (
     CodeProbe,
     Provenance,
@@ -164,13 +165,18 @@ class Examined:
         seed = evaluation.replace.args[-1] if evaluation.replace else 0
         return [finite(x, seed) if i in self.finite_leaves else x for i, x in enumerate(leaves or self.leaves)]
 
-    def point(self, fault: Provenance, at: tuple[Any, ...] | None = None, wide: bool = False) -> tuple[bool, Any]:
-        """Whether the point of a fault is reached, and what a `PointProbe` measures there."""
+    def point(
+        self, fault: Provenance, at: tuple[Any, ...] | None = None, wide: bool = False, held: Sequence[Lost] = ()
+    ) -> tuple[bool, Any]:
+        """Whether the point of a fault is reached, and what a `PointProbe` measures there.
+
+        `held` are constants in whose place are numbers that their dtypes hold.
+        """
         probe = PointProbe(self.places[fault.number], fault.iteration, at, wide)
         leaves = [*map(widened, self.leaves)] if wide else self.leaves
         try:
-            evaluation = self.evaluation(probe, wide)
-            evaluation.known = {} if wide else self.known([fault.number])
+            evaluation = self.evaluation(probe, wide, held=held)
+            evaluation.known = {} if wide or held else self.known([fault.number])
             return jax.device_get(self.run(evaluation, leaves)[1][probe.noted[0]])
         except Reached as found:  # the rest of the program need not run
             return jax.device_get(found.args[0])
@@ -186,14 +192,15 @@ class Examined:
         codes, notes = jax.device_get((_codes(outs), notes))
         return *watched(notes), codes
 
-    def evaluation(self, probe: Probe, wide: bool = False, fault: Provenance | None = None) -> Eager:
+    def evaluation(
+        self, probe: Probe, wide: bool = False, fault: Provenance | None = None, held: Sequence[Lost] = ()
+    ) -> Eager:
         """An evaluation with the elements of earlier faults, and of a fault, made finite."""
         alike = self.finite | (self._alike(fault) & {when[-1] for when in self.replay.made} if fault else set())
         probe.most = self.most or {}
-        replace = (
-            Partial(finite_but(probe, alike, fault), *_NO_SPAN, np.float32(0)) if alike or self.finite_leaves else None
-        )
-        return Eager(probe, wide, replace)
+        replace = with_constants(held, finite_but(probe, alike, fault))
+        is_needed = alike or self.finite_leaves or held
+        return Eager(probe, wide, Partial(replace, *_NO_SPAN, np.float32(0)) if is_needed else None)
 
     def known(self, excluded: Iterable[int] = ()) -> dict[int, Callable[..., Any]]:
         """The compiled loops in which no element is made finite, nor any of some equations is."""

@@ -180,6 +180,8 @@ def _examined(
     mask = program.replay.from_masks.get(fault)
     held = "" if mask is None else f" ({program.name_of(mask)} held -inf before the call)"
     constants, unexplained = ([], False) if overflows else evidence.constants_lost(flow, node, original, not fine)
+    if constants and not math.isfinite(program.point(fault, tuple(here["index"]), held=constants)[1]["value"]):
+        constants = []  # A constant that half holds changes nothing.
     outside = (abs(float(np.ravel(c)[0])) for c in block.consts if is_half(c) and np.size(c) == 1)
     symptoms = Symptoms(
         primitive=place.name,
@@ -200,7 +202,7 @@ def _examined(
         opaque=primitive(place.name).op is Op.OPAQUE,
         constants=constants,
         doubtful=unexplained or (not overflows and any(c in (0, 1) for c in outside)),
-        rounding=evidence.amplified_rounding(flow, place),
+        rounding=evidence.amplified_rounding(flow, node),
         index=evidence.index_out_of_bounds(flow, node, here["ranges"]),
         masked=evidence.is_of_softmax(flow, node),
         where_gradient=_is_where_gradient(program),

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax.inspection.auditing.constants import Lost
 from mpjax.inspection.nonfinite.provenance import Provenance
 from mpjax.program import compat
 from mpjax.program.dtypes import is_inexact, widened
 from mpjax.program.graph import Site
 from mpjax.program.host import in_host_memory
-from mpjax.program.interpreter import Arrays, Key, Notes, Probe
+from mpjax.program.interpreter import Arrays, Key, Notes, Probe, bound
 
 
 def at_iteration(iteration: Sequence[Any], target: Sequence[int]) -> Any:
@@ -109,6 +110,20 @@ def finite_but(probe: Probe, alike: Collection[int], fault: Provenance | None = 
             return finite(x, seed, hit & (position >= low) & (position < high))
 
         return [finite_but_span(x) if is_inexact(x) else x for x in outs]
+
+    return replace
+
+
+def with_constants(held: Sequence[Lost], then: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    """A `replace` that gives equations numbers in place of constants that were rounded, before another `replace`."""
+
+    def replace(low: Any, high: Any, seed: Any, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays) -> Arrays:
+        constants = {lost.operand: lost.instead for lost in held if lost.site.eqn is place.eqn}
+        if constants:
+            avals = [v.aval for v in place.invars]
+            numbers = {i: jnp.full(avals[i].shape, float(number), avals[i].dtype) for i, number in constants.items()}
+            outs = bound(place.eqn, [numbers.get(i, x) for i, x in enumerate(ins)], False)
+        return then(low, high, seed, place, iteration, ins, outs)
 
     return replace
 

@@ -50,6 +50,12 @@ PROGRAMS = {
         X,
         "rsqrt",
     ),
+    "standard deviation": (
+        lambda x, h: jnp.sum(jnp.sqrt(stored(jnp.mean(x**2, -1), h) - stored(jnp.mean(x, -1), h) ** 2)),
+        X,
+        "sqrt",
+    ),
+    "signal to noise": (lambda x, h: jnp.sum(x / jnp.sqrt(1 - stored(jnp.tanh(x) ** 2, h))), X, "sqrt"),
     "arccos": (lambda x, h: jnp.sum(jnp.arccos(stored(jnp.clip(x, -1, 1), h))), X, "acos"),
     "arctanh": (lambda x, h: jnp.sum(jnp.arctanh(stored(jnp.tanh(x), h))), X, "atanh"),
     "angle": (lambda x, h: rotary(stored(300 * x, h)), X, "cos"),

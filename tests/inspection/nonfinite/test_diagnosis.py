@@ -369,3 +369,30 @@ CAUSES = {
 def test_the_cause_is_in_the_words_of_the_operation(cause):
     found = find_nonfinite(CAUSES[cause], np.ones(3, np.float32))
     assert found.diagnosis.startswith(cause)
+
+
+def test_a_constant_is_only_blamed_if_it_makes_the_fault():
+    """A norm's epsilon that float16 lost, beside a logarithm of a probability that is zero in float32 too."""
+
+    def loss(x):
+        h = x.astype(HALF)
+        h = h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-8)
+        return jnp.mean(jnp.log(jax.nn.softmax(400 * h.astype(np.float32))))
+
+    x = np.array([[1, 2, -1], [0, 0, 0]], np.float32)
+    found = find_nonfinite(loss, x)
+    assert (found.primitive, len(found.others)) == ("rsqrt", 1)
+    assert "1e-08 is zero in float16" in found.diagnosis
+    assert "log of zero" in found.others[0]
+    assert "1e-08" not in found.others[0]
+
+
+def test_the_rounding_is_named_whose_difference_is_divided_by():
+    def loss(x, steps):
+        kept = jnp.cumprod(1 - jnp.linspace(1e-4, 1e-2, 8, dtype=jnp.bfloat16))
+        return jnp.mean(x / jnp.sqrt(1 - kept[steps]))
+
+    found = find_nonfinite(loss, np.ones(2, jnp.bfloat16), np.array([0, 1]))
+    where = f"test_diagnosis.py:{loss.__code__.co_firstlineno + 1}"
+    assert found.primitive == "div"
+    assert f"rounded to bfloat16 by cumprod at {where}" in found.diagnosis
