@@ -118,9 +118,8 @@ class SearchReport(Report):
     def _finding(self) -> list[str]:
         before, after, budget = _share(self.error_before), _share(self.error), _share(self.budget)
         if not self.reference_is_finite:
-            return [
-                f"the gradients of {self.function} are not finite without autocast either: mpjax.find_nonfinite shows where"
-            ]
+            where = "mpjax.find_nonfinite shows where"
+            return [f"the gradients of {self.function} are not finite without autocast either: {where}"]
         if not self.met:
             return [
                 f"{self.function} does not meet the budget {budget}: error {before} in {self._low}, {after} with "

@@ -19,11 +19,10 @@ from mpjax.inspection.nonfinite.provenance import (
     CodeProbe,
     Provenance,
     Replay,
-    WatchProbe,
+    TripProbe,
     code_of,
     code_of_argument,
     first_fault,
-    watched,
 )
 from mpjax.inspection.trials import argument_name
 from mpjax.program.dtypes import is_inexact, widened
@@ -37,21 +36,18 @@ from mpjax.program.tracing import TracedCall
 
 # By name: a `while` may end at a NaN.
 
-_NO_SPAN = np.int32(0), np.int32(0)
-Watched = tuple[bool, dict[int, int], Sequence[int]]  # one run: `watched`, and the codes of the results
-
 
 class Examined:
     """A program laid out. Its leaves are its arguments, followed by the arrays that it closes over.
 
     Attributes:
-        fault: The first fault, once it was searched.
-        codes: The codes of its results.
+        codes: The codes of its results, once its fault was searched.
         replay: What led to them.
         finite: The numbers of the equations whose elements are made finite, because their fault is known.
         finite_leaves: The same of leaves.
-        compiled: The loops that its first search compiled, by number.
-        most: The trip count of each `while` with the faults, after which it ends without them; None before a repair.
+        kept: The last fault that was made finite.
+        compiled: The loops that the first search compiled, by number.
+        most: The trip count of each `while` with the faults, after which it ends without them.
     """
 
     def __init__(self, traced: TracedCall):
@@ -59,36 +55,50 @@ class Examined:
         self.block, self.flow = lay_out(traced.jaxpr, owners=owners), flow_of(traced.jaxpr, owners)
         self.names, self.leaves = traced.names, [*traced.arrays, *self.block.consts]
         self.places = {place.number: place for place in self.block.places()}
-        self.whiles = [place for place in self.places.values() if place.name == "while"]
         self.finite: frozenset[int] = frozenset()
         self.finite_leaves: frozenset[int] = frozenset()
-        self.most: dict[int, int] | None = None
+        self.kept: Provenance | None = None
         self.compiled: Mapping[int, Callable[..., Any]] = {}
-        self.fault: Provenance
-        self.codes: Sequence[int] = ()  # of the results
+        self.most: dict[int, int] = {}
+        self.codes: Sequence[int]
         self.replay: Replay
-        self._start()
+        self.evaluated: Eager
+        if any(place.name == "while" for place in self.places.values()):
+            notes = self.run(self.evaluation(TripProbe()), self.leaves)[1]
+            self.most = {number: int(trips) for (_, number), trips in jax.device_get(notes).items()}
 
-    def _start(self) -> None:
-        self.watched = functools.cache(self._watched)
-        self._evaluation: Eager | None = None
+    @functools.cached_property
+    def found(self) -> Provenance | None:
+        """The first fault. Without faults that are known, one that does not depend on the numbers that replace them."""
+        self.evaluated = self.evaluation(CodeProbe(self.block, self.most))
+        self.evaluated.known = self.known()
+        fault, self.codes, self.replay = self.replayed()
+        self.compiled = self.compiled or self.evaluated.compiled
+        return None if fault is not None and self.is_repaired and self.replayed(seed=1)[0] != fault else fault
 
-    def trips(self) -> dict[int, int]:
-        """The trip count of each `while`."""
-        if self.most is None:
-            self.most = self.watched()[1] if self.whiles else {}
-        return self.most
+    @property
+    def fault(self) -> Provenance:
+        """The first fault of a program that has one."""
+        assert self.found is not None
+        return self.found
 
-    def repaired(self) -> Examined:
+    @functools.cached_property
+    def without(self) -> Examined:
         """The program without its fault: other numbers replace the elements that are not finite."""
         program, fault = copy.copy(self), self.fault
+        for name in ("found", "without"):
+            program.__dict__.pop(name, None)
         if fault.is_argument:
             program.finite_leaves |= {fault.number}
         else:
-            gone = self._repeated(fault)
+            gone, program.kept = self._repeated(fault), fault
             program.finite = self.finite.union(gone, (n for n in self.places if self._follows(n, gone)))
-        program._start()
         return program
+
+    @property
+    def is_repaired(self) -> bool:
+        """Whether some of its faults are known, and replaced."""
+        return bool(self.finite or self.finite_leaves)
 
     def explains(self, other: Provenance) -> bool:
         """Whether another fault only follows from this one, on the same line."""
@@ -109,22 +119,36 @@ class Examined:
         firsts = [self.nodes[n] for n in faults if self.places[n].source == place.source and n != number]
         if not firsts or place.blocks or not (place.phase == BACKWARD or self.is_derivative(number)):
             return False
-        of = {self.first.get(v, v) for first in firsts for v in (*first.reads, *first.writes)}
-        return not of.isdisjoint(self.first.get(v, v) for v in self.nodes[number].reads)
+        of = {self.same.get(v, v) for first in firsts for v in (*first.reads, *first.writes)}
+        return not of.isdisjoint(self.same.get(v, v) for v in self.nodes[number].reads)
+
+    def _repeated(self, fault: Provenance) -> set[int]:
+        """The equation of a fault, its recomputation, and the same operation of its line in layers that read it."""
+        here, writes = self.places[fault.number], self.nodes[fault.number].writes
+        derivative = self.is_derivative(fault.number)
+
+        def is_repeated(n: int) -> bool:
+            place = self.places[n]
+            if (place.name, place.source, place.phase == BACKWARD) != (here.name, here.source, here.phase == BACKWARD):
+                return False
+            depends = any(self.flow.depends(self.nodes[n].reads, v) for v in writes)
+            return (depends or place.phase != here.phase) and self.is_derivative(n) == derivative
+
+        return {fault.number, *filter(is_repeated, self.places)}
 
     @functools.cached_property
-    def first(self) -> dict[Value, Value]:
+    def same(self) -> dict[Value, Value]:
         """The first of the values that the same operations of the same lines make of the same values.
 
         A recomputation makes the same.
         """
-        found, first = dict[Any, Value](), dict[Value, Value]()
+        found, same = dict[Any, Value](), dict[Value, Value]()
         for node in self.flow.eqns:
-            first |= {v: v.whole for v in node.reads if v.whole is not None}
-            reads = tuple(str(v.constant) if np.size(v.constant) == 1 else first.get(v, v) for v in node.reads)
+            same |= {v: v.whole for v in node.reads if v.whole is not None}
+            reads = tuple(str(v.constant) if np.size(v.constant) == 1 else same.get(v, v) for v in node.reads)
             for i, v in enumerate(node.writes):
-                first[v] = found.setdefault((node.site.name, node.site.source, reads, i), v)
-        return first
+                same[v] = found.setdefault((node.site.name, node.site.source, reads, i), v)
+        return same
 
     def is_derivative(self, number: int) -> bool:
         """Whether an equation of the forward pass, or of its recomputation, only computes a derivative."""
@@ -137,11 +161,6 @@ class Examined:
         rows = {n: primitive(place.name) for n, place in self.places.items()}
         left = ((n, self.places[n].eqn) for n, row in rows.items() if not (row.call or row.shards))
         return {n: next(node for node in nodes if node.site.eqn is eqn) for n, eqn in left}
-
-    @property
-    def is_repaired(self) -> bool:
-        """Whether some of its faults are known, and replaced."""
-        return bool(self.finite or self.finite_leaves)
 
     @functools.cached_property
     def primal(self) -> set[int]:
@@ -157,13 +176,27 @@ class Examined:
 
     def run(self, evaluation: Instrumented, leaves: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:
         """Evaluates the program."""
-        count, leaves = len(self.names), self.leaves_of(evaluation, leaves)
+        count = len(self.names)
         return evaluation.block(self.block, leaves[:count], consts=leaves[count:])
 
-    def leaves_of(self, evaluation: Instrumented, leaves: Sequence[Any] = ()) -> Sequence[Any]:
-        """Its leaves, or others, without their faults."""
-        seed = evaluation.replace.args[-1] if evaluation.replace else 0
-        return [finite(x, seed) if i in self.finite_leaves else x for i, x in enumerate(leaves or self.leaves)]
+    def replayed(self, low: int = 0, high: int = 0, seed: float = 0) -> tuple[Provenance | None, Sequence[int], Replay]:
+        """The first fault, the codes of the results and what led to them.
+
+        Args:
+            low, high: The positions of the elements of `kept` that are kept.
+            seed: Chooses the numbers in place of faults.
+        """
+        if (replace := self.evaluated.replace) is not None:
+            self.evaluated.replace = Partial(replace.func, *_span(low, high, seed))
+        leaves = self._leaves(seed)
+        outs, notes = self.run(self.evaluated, leaves)
+        codes, arguments, notes = jax.device_get((_codes(outs), _codes(leaves), notes))
+        arguments = list(map(code_of_argument, leaves, arguments))
+        fault, replay = first_fault(self.block, arguments, codes, notes, self.is_repaired)
+        return fault, codes, replay
+
+    def _leaves(self, seed: float = 0) -> list[Any]:
+        return [finite(x, np.float32(seed)) if i in self.finite_leaves else x for i, x in enumerate(self.leaves)]
 
     def point(
         self, fault: Provenance, at: tuple[Any, ...] | None = None, wide: bool = False, held: Sequence[Lost] = ()
@@ -173,101 +206,50 @@ class Examined:
         `held` are constants in whose place are numbers that their dtypes hold.
         """
         probe = PointProbe(self.places[fault.number], fault.iteration, at, wide)
-        leaves = [*map(widened, self.leaves)] if wide else self.leaves
+        evaluation = self.evaluation(probe, wide, held)
+        evaluation.known = {} if wide or held else self.known([fault.number])
         try:
-            evaluation = self.evaluation(probe, wide, held=held)
-            evaluation.known = {} if wide or held else self.known([fault.number])
-            return jax.device_get(self.run(evaluation, leaves)[1][probe.noted[0]])
+            leaves = self._leaves()
+            return jax.device_get(self.run(evaluation, [*map(widened, leaves)] if wide else leaves)[1][probe.noted[0]])
         except Reached as found:  # the rest of the program need not run
             return jax.device_get(found.args[0])
 
-    def _watched(self, fault: Provenance | None = None, span: tuple[int, int] = (0, 0)) -> Watched:
-        """Runs the program; with a fault, with its elements made finite except those in a span of positions."""
-        if fault is None or self._evaluation is None:  # which compiles loops once
-            self._evaluation = self.evaluation(WatchProbe(), fault=fault)
-        evaluation = self._evaluation
-        if evaluation.replace is not None:
-            evaluation.replace = Partial(evaluation.replace.func, *map(np.int32, span), np.float32(0))
-        outs, notes = self.run(evaluation, self.leaves)
-        codes, notes = jax.device_get((_codes(outs), notes))
-        return *watched(notes), codes
-
-    def evaluation(
-        self, probe: Probe, wide: bool = False, fault: Provenance | None = None, held: Sequence[Lost] = ()
-    ) -> Eager:
-        """An evaluation with the elements of earlier faults, and of a fault, made finite."""
-        alike = self.finite | (self._alike(fault) & {when[-1] for when in self.replay.made} if fault else set())
-        probe.most = self.most or {}
-        replace = with_constants(held, finite_but(probe, alike, fault))
-        is_needed = alike or self.finite_leaves or held
-        return Eager(probe, wide, Partial(replace, *_NO_SPAN, np.float32(0)) if is_needed else None)
+    def evaluation(self, probe: Probe, wide: bool = False, held: Sequence[Lost] = ()) -> Eager:
+        """An evaluation with the elements of known faults made finite."""
+        probe.most = self.most
+        replace = with_constants(held, finite_but(probe, self.finite, self.kept))
+        return Eager(probe, wide, Partial(replace, *_span(0, 0, 0)) if self.is_repaired or held else None)
 
     def known(self, excluded: Iterable[int] = ()) -> dict[int, Callable[..., Any]]:
         """The compiled loops in which no element is made finite, nor any of some equations is."""
         inside = {*self.finite, *excluded}
         return {n: run for n, run in self.compiled.items() if inside.isdisjoint(range(n, self.places[n].end))}
 
-    def _repeated(self, fault: Provenance) -> set[int]:
-        """The equation of a fault, its recomputation, and the same in layers that read its result."""
-        writes, phase = self.nodes[fault.number].writes, self.places[fault.number].phase
 
-        def is_repeated(n: int) -> bool:
-            reads = self.nodes[n].reads
-            return self.places[n].phase != phase or any(self.flow.depends(reads, v) for v in writes)
-
-        return {n for n in self._alike(fault) if n == fault.number or is_repeated(n)}
-
-    def _alike(self, fault: Provenance) -> set[int]:
-        """The equation of a fault, and the same operation of the same line in repeated layers."""
-
-        def kind(number: int) -> tuple[Any, ...]:
-            place = self.places[number]
-            return place.name, place.source, place.phase == BACKWARD
-
-        first, derivative = kind(fault.number), self.is_derivative(fault.number)
-        return {n for n in self.places if kind(n) == first and self.is_derivative(n) == derivative}
+_MOST = 2  # other causes that may hide what reaches a result
 
 
-def search(program: Examined) -> Provenance | None:
-    """The first fault. A program without `while` runs only once.
-
-    Without faults that are known, only one is found that does not depend on the numbers that replace them.
-    """
-    evaluation = program.evaluation(CodeProbe(program.block, program.trips()))
-    evaluation.known = program.known()
-    fault = _first(program, evaluation)
-    program.compiled = program.compiled or evaluation.compiled
-    if fault is not None and program.is_repaired:
-        evaluation.replace = evaluation.replace and Partial(evaluation.replace.func, *_NO_SPAN, np.float32(1))
-        fault = fault if _first(program, evaluation) == fault else None
-    if fault is not None:
-        program.fault = fault
-    return fault
-
-
-def _first(program: Examined, evaluation: Eager) -> Provenance | None:
-    leaves = program.leaves_of(evaluation)
-    outs, notes = program.run(evaluation, program.leaves)
-    program.codes, arguments = jax.device_get((_codes(outs), _codes(leaves)))
-    codes = list(map(code_of_argument, leaves, arguments))
-    fault, program.replay = first_fault(program.block, codes, program.codes, jax.device_get(notes), program.is_repaired)
-    return fault
-
-
-def first_that_reaches(program: Examined, fault: Provenance, first: int, positions: int) -> int:
+def first_that_reaches(program: Examined, first: int, positions: int) -> int:
     """The position of the first element of a fault that reaches a result by itself; `first` if none does.
 
     Args:
         program: The program.
-        fault: The fault.
         first: The position of its first element that is not finite.
         positions: The number of positions, over all devices.
     """
-    failed_without, _, without = program.watched(fault, (0, 0))
+    without, made = program.without, set[int]()
+    for _ in range(_MOST):
+        without = without if without.found is None else without.without
+    for each in (program, program.without, without):
+        made |= {when[-1] for when in each.replay.made}
+    if (without.kept, without.finite) != (program.fault, without.finite & made):
+        without = copy.copy(without)  # What repeats the fault, and reads it, passes it on.
+        without.kept, without.finite = program.fault, without.finite & made
+        without.evaluated = without.evaluation(CodeProbe(without.block, without.most))
+    none = None, without.replayed()[0]
 
     def reaches(low: int, high: int) -> bool:
-        failed, _, codes = program.watched(fault, (low, high))
-        return (failed and not failed_without) or any(c and not w for c, w in zip(codes, without, strict=True))
+        return without.replayed(low, high)[0] not in none
 
     if reaches(first, first + 1) or not reaches(0, positions):
         return first
@@ -276,6 +258,10 @@ def first_that_reaches(program: Examined, fault: Provenance, first: int, positio
         middle = (low + high) // 2
         low, high = (low, middle) if reaches(0, middle) else (middle, high)
     return high - 1
+
+
+def _span(low: int, high: int, seed: float) -> tuple[Any, ...]:
+    return np.int32(low), np.int32(high), np.float32(seed)
 
 
 def _codes(arrays: Sequence[Any]) -> list[Any]:

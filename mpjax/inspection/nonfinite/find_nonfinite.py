@@ -15,7 +15,7 @@ import numpy as np
 from mpjax.inspection.auditing.constants import as_written, in_float32
 from mpjax.inspection.auditing.scaled_gradients import follows_cotangent
 from mpjax.inspection.nonfinite import evidence
-from mpjax.inspection.nonfinite.examined import Examined, first_that_reaches, search
+from mpjax.inspection.nonfinite.examined import Examined, first_that_reaches
 from mpjax.inspection.nonfinite.point import is_number
 from mpjax.inspection.nonfinite.provenance import MADE
 from mpjax.inspection.nonfinite.report import GROWING, OperandRange, Symptoms, diagnosis_of
@@ -114,11 +114,11 @@ _MOST = 3  # causes that are reported
 def _causes(program: Examined) -> list[Examined]:
     """The program with its first fault; then with the first that is left if the elements of that are finite."""
     found: list[Examined] = []
-    while search(program) is not None:
+    while program.found is not None:
         found.append(program)
         if len(found) == _MOST:
             break
-        program = program.repaired()
+        program = program.without
     return found
 
 
@@ -137,7 +137,7 @@ def _float32_is_fine(original: Callable[[], TracedCall]) -> bool | None:
     """
     try:
         traced = original()
-        if search(Examined(traced)) is None:
+        if Examined(traced).found is None:
             return True
     except Exception:  # The function may require half arguments.
         return None
@@ -160,7 +160,7 @@ def _examined(
     _, here = program.point(fault)
     if first and not fault.is_constant and (here["count"] > 1 or axes):
         _, index, device = map(int, here["index"])
-        position = first_that_reaches(program, fault, device * size + index, size * math.prod(axes.values()))
+        position = first_that_reaches(program, device * size + index, size * math.prod(axes.values()))
         if position != device * size + index:
             _, here = program.point(fault, tuple(map(np.int32, (0, position % size, position // size))))
     half = _half_name(block, eqn)

@@ -26,7 +26,6 @@ from mpjax.program.source import BACKWARD
 
 INF, NAN = 1, 2
 MASK = -1  # of an argument: -inf, and no other inf or NaN
-_FOUND = ("found",)
 
 
 def _codes(numpy: Any, x: Any, axes: tuple[int, ...] | None) -> Any:
@@ -47,33 +46,20 @@ def code_of_argument(x: Any, code: int) -> int:
     return MASK if bool(jnp.max(x) < jnp.inf) else INF
 
 
-class WatchProbe(Probe):
-    """Notes only whether a check for finite values failed, and the trip count of each `while`."""
-
-    def equation(self, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays, rerun: Callable[..., Any]) -> Notes:
-        if place.name == "is_finite":
-            return {_FOUND: ~jnp.all(outs[0])}
-        if place.name == "ne" and _compares_itself(place):
-            return {_FOUND: jnp.any(outs[0])}
-        return {}
+class TripProbe(Probe):
+    """Notes the trip count of each `while`."""
 
     def ended(self, place: Site, trips: Any) -> dict[Key, Any]:
         return {("trips", place.number): trips}
 
     def keys(self, block: Block) -> Sequence[Key]:
-        return [_FOUND, *(("trips", p.number) for p in block.places() if p.name == "while" and p.blocks)]
+        return [("trips", p.number) for p in block.places() if p.name == "while" and p.blocks]
 
     def empty(self, key: Key) -> Any:
-        return jnp.asarray(False) if key == _FOUND else jnp.int32(0)
+        return jnp.int32(0)
 
     def merge(self, key: Key, a: Any, b: Any) -> Any:
         return jnp.maximum(a, b)
-
-
-def watched(notes: Mapping[Key, Any]) -> tuple[bool, dict[int, int]]:
-    """The notes of a `WatchProbe`: whether a check failed, and the trip count of each `while` by its number."""
-    trips = {key[1]: int(n) for key, n in notes.items() if key != _FOUND}
-    return bool(notes.get(_FOUND, False)), trips
 
 
 class CodeProbe(Probe):
