@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from mpjax.casting.classify import default_listing
 from mpjax.inspection.lockstep import UNKNOWN, Group, Grouped, error_note
 from mpjax.inspection.ranges.activations import equations_of_gradients
-from mpjax.inspection.reports import Report, Section, by_key, folded_rows, percent, short_dtypes
+from mpjax.inspection.reports import Report, Section, by_key, folded_rows, merged, percent, short_dtypes
 from mpjax.inspection.trials import Loss, laid_out, scale_state, trace_to_run
 from mpjax.program import compat
 from mpjax.program.dataflow import dataflow
@@ -174,10 +175,7 @@ class LayerwiseReport(Report):
         return lines
 
 
-def _together(a: LayerError, b: LayerError) -> LayerError:
-    """Merges two rows, with the larger of their errors."""
-    names = ("forward", "backward", "total_forward", "total_backward")
-    return dataclasses.replace(a, **{name: max(getattr(a, name), getattr(b, name)) for name in names})
+_together = functools.partial(merged, largest="forward backward total_forward total_backward")
 
 
 def layerwise_error(

@@ -6,12 +6,12 @@ import abc
 import base64
 import csv
 import dataclasses
-import functools
 import html
 import importlib.util
 import io
 import json
 import math
+import operator
 import os
 import pathlib
 import re
@@ -256,16 +256,27 @@ def folded(names: Iterable[str]) -> dict[str, str]:
     return {name: _named(pattern, numbers[pattern]) for name, pattern in patterns.items()}
 
 
-def folded_rows(rows: Sequence[Any], together: Callable[[Any, Any], Any]) -> list[Any]:
+def folded_rows(rows: Sequence[Any], together: Callable[[Sequence[Any]], Any]) -> list[Any]:
     """Merges the rows of repeated modules: those with equal folded names and dtypes.
 
     Args:
         rows: Dataclasses with the fields `name` and `dtypes`.
-        together: Merges two rows of the same name and dtypes into one.
+        together: Merges rows of the same name and dtypes into one, as `merged` does.
     """
     names = folded(row.name for row in rows)
     named = (dataclasses.replace(row, name=names[row.name]) for row in rows)
-    return [functools.reduce(together, alike) for alike in by_key(((r.name, r.dtypes), r) for r in named).values()]
+    return [*map(together, by_key(((row.name, row.dtypes), row) for row in named).values())]
+
+
+def merged(rows: Sequence[Any], largest: str, least: str = "", total: str = "", shares: str = "") -> Any:
+    """One row for several. The arguments are the names of its numbers; the shares are of the number `count`."""
+    columns = {field.name: [getattr(row, field.name) for row in rows] for field in dataclasses.fields(rows[0])}
+    found = {
+        name: of(columns[name]) for names, of in ((largest, max), (least, min), (total, sum)) for name in names.split()
+    }
+    for name in shares.split():
+        found[name] = sum(map(operator.mul, columns["count"], columns[name])) / max(found["count"], 1)
+    return dataclasses.replace(rows[0], **found)
 
 
 def _named(pattern: str, numbers: Sequence[tuple[int, ...]]) -> str:

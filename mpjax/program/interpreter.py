@@ -37,6 +37,7 @@ from mpjax.program.scopes import attributes
 # Excess precision would skip the rounding between two half operations, and so hide an overflow.
 COMPILER_OPTIONS: dict[str, bool | int | str] = {"xla_allow_excess_precision": False}
 
+_ENDLESS = np.iinfo(np.int32).max  # iterations
 Key = tuple[Any, ...]  # Comparable, because notes are pytrees. The first part is the kind of note.
 Notes = dict[Key, Any]
 Arrays = Sequence[Any]  # the operands or results of an equation, or the iterations of the loops around it
@@ -53,7 +54,7 @@ class Probe:
     axes: Mapping[str, int] = {}  # the mesh axes of the `shard_map` around the current equation
     checked = False  # whether that `shard_map` checks which values vary along the axes
     arrays: Any = None  # a tree of arrays that it reads; a `shard_map` can't close over them on explicit axes
-    most: Mapping[int, int] = {}  # the most iterations of a `while`, by its number
+    most: Mapping[int, int] = {}  # the most iterations of each `while`, by its number, which a probe that stacks needs
     noted: Sequence[Key] = ()  # the keys of its notes, whose second parts are the numbers of equations
 
     def device(self, holding: Any = None) -> Any:
@@ -105,10 +106,6 @@ class Probe:
 
     def passed(self, notes: Notes) -> None:
         """Receives the notes of a loop or branch that was compiled."""
-
-    def trips(self, place: Site) -> int:
-        """The largest trip count of a `while`, for a probe that stacks."""
-        raise NotImplementedError
 
 
 class Instrumented:
@@ -233,13 +230,13 @@ class Instrumented:
                 notes = jax.tree.map(lambda all, one: all.at[i].set(one), notes, stacked)
             return strong(outs), (i + 1, notes)
 
-        notes = self._empty(body)
+        notes, most = self._empty(body), self.probe.most.get(place.number, _ENDLESS)
         if stacks:
-            length = self.probe.trips(place)
-            notes = jax.tree.map(lambda x: jnp.stack([x] * length), self.probe.packed(body, notes))
-        most = self.probe.most.get(place.number)
-        going = (lambda extra: True) if most is None else lambda extra: extra[0] < most
-        carried, (trips, notes) = while_loop(place.eqn, unfinished, step, strong(carry), (np.int32(0), notes), going)
+            notes = jax.tree.map(lambda x: jnp.stack([x] * max(most, 1)), self.probe.packed(body, notes))
+        start = np.int32(0), notes
+        carried, (trips, notes) = while_loop(
+            place.eqn, unfinished, step, strong(carry), start, lambda extra: extra[0] < most
+        )
         if stacks:
             notes = {("iterations", place.number): notes}
         return list(carried), {**notes, **self.probe.ended(place, trips)}

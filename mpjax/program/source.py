@@ -62,9 +62,11 @@ def source_line(eqn: Any, caller: str = "") -> str:
     return f"{frames[which].file_name.rsplit('/', 1)[-1]}:{frames[which].start_line}"
 
 
-def apart(eqn: Any, other: Any) -> str:
-    """Where an equation is, apart from another of the same line: its column, or the line of a call."""
-    for one, two in zip(compat.user_frames(eqn), compat.user_frames(other), strict=False):
+def apart(site: Any, other: Any) -> str:
+    """Where an equation is, apart from the same operation of the same line: its column, or the line of a call."""
+    if None in (site, other) or (site.name, site.line) != (other.name, other.line):
+        return ""
+    for one, two in zip(compat.user_frames(site.eqn), compat.user_frames(other.eqn), strict=False):
         if (one.file_name, one.start_line) != (two.file_name, two.start_line):
             return f", called at {one.file_name.rsplit('/', 1)[-1]}:{one.start_line}"
         if one.start_column != two.start_column:

@@ -63,14 +63,14 @@ class Examined:
         self.codes: Sequence[int]
         self.replay: Replay
         self.evaluated: Eager
-        if any(place.name == "while" for place in self.places.values()):
-            notes = self.run(self.evaluation(TripProbe()), self.leaves)[1]
+        if (probe := TripProbe(self.places.values())).noted:
+            notes = self.run(self.evaluation(probe), self.leaves)[1]
             self.most = {number: int(trips) for (_, number), trips in jax.device_get(notes).items()}
 
     @functools.cached_property
     def found(self) -> Provenance | None:
         """The first fault. Without faults that are known, one that does not depend on the numbers that replace them."""
-        self.evaluated = self.evaluation(CodeProbe(self.block, self.most))
+        self.evaluated = self.evaluation(CodeProbe(self.places))
         self.evaluated.known = self.known()
         fault, self.codes, self.replay = self.replayed()
         self.compiled = self.compiled or self.evaluated.compiled
@@ -101,17 +101,14 @@ class Examined:
         return bool(self.finite or self.finite_leaves)
 
     def explains(self, other: Provenance) -> bool:
-        """Whether another fault only follows from this one, on the same line."""
+        """Whether another fault is only the derivative of this one."""
         if self.fault.is_argument or other.is_argument:
             return False
         one, two = self.places[self.fault.number], self.places[other.number]
-        if one.source != two.source:
-            return False
-        reads, writes = self.nodes[other.number].reads, self.nodes[self.fault.number].writes
-        depends = one.phase == two.phase and any(self.flow.depends(reads, v) for v in writes)
         # In the loop of the backward pass, the operand of a derivative is an array of all iterations.
         in_loop = self.fault.indices(self.places) == other.indices(self.places) != ()
-        return depends or (in_loop and two.phase == BACKWARD) or self._follows(other.number, [self.fault.number])
+        is_in_loop = in_loop and two.phase == BACKWARD and one.source == two.source
+        return is_in_loop or self._follows(other.number, [self.fault.number])
 
     def _follows(self, number: int, faults: Collection[int]) -> bool:
         """Whether an equation computes the derivative of one of some faults, on its line."""
@@ -245,7 +242,7 @@ def first_that_reaches(program: Examined, first: int, positions: int) -> int:
     if (without.kept, without.finite) != (program.fault, without.finite & made):
         without = copy.copy(without)  # What repeats the fault, and reads it, passes it on.
         without.kept, without.finite = program.fault, without.finite & made
-        without.evaluated = without.evaluation(CodeProbe(without.block, without.most))
+        without.evaluated = without.evaluation(CodeProbe(without.places))
     none = None, without.replayed()[0]
 
     def reaches(low: int, high: int) -> bool:

@@ -91,21 +91,10 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     ends = zip(_result_names(traced), first.replay.results, strict=True)
     bad = [(end.place != program.fault.place, name) for name, end in ends if end]
     result = None if program.fault.is_argument else min(bad, default=(0, None), key=lambda pair: pair[0])[1]
-    lines = (
-        dataclasses.replace(other, source=_apart(program, cause)).line
-        for cause, other in zip(causes[1:], others, strict=True)
-    )
+    place, *places = (None if each.fault.is_argument else each.places[each.fault.number] for each in causes)
+    apart_from_it = ((other, apart(where, place)) for other, where in zip(others, places, strict=True))
+    lines = (dataclasses.replace(other, source=other.source + text).line for other, text in apart_from_it)
     return dataclasses.replace(found, result=result, others=tuple(dict.fromkeys(lines)))
-
-
-def _apart(program: Examined, cause: Examined) -> str:
-    """The line of a cause; if that and the operation are the first's, also the column, or from where it is called."""
-    if cause.fault.is_argument:
-        return ""
-    place, places = cause.places[cause.fault.number], () if program.fault.is_argument else program.places.values()
-    first = (each for each in places if each.number == program.fault.number)
-    alike = (apart(place.eqn, each.eqn) for each in first if (each.name, each.line) == (place.name, place.line))
-    return place.line + next(alike, "")
 
 
 _MOST = 3  # causes that are reported

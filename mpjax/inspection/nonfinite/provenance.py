@@ -7,7 +7,7 @@ source of each value that is not finite in place of the value.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,13 +47,13 @@ def code_of_argument(x: Any, code: int) -> int:
 
 
 class TripProbe(Probe):
-    """Notes the trip count of each `while`."""
+    """Notes the trip count of each `while`, given the equations of a program."""
+
+    def __init__(self, places: Iterable[Site]):
+        self.noted = [("trips", p.number) for p in places if p.name == "while" and p.blocks]
 
     def ended(self, place: Site, trips: Any) -> dict[Key, Any]:
         return {("trips", place.number): trips}
-
-    def keys(self, block: Block) -> Sequence[Key]:
-        return [("trips", p.number) for p in block.places() if p.name == "while" and p.blocks]
 
     def empty(self, key: Key) -> Any:
         return jnp.int32(0)
@@ -69,16 +69,13 @@ class CodeProbe(Probe):
         iterations  the notes of a loop's iterations
         slices      the codes of the slices of each array that a scan iterates over
 
-    Args:
-        block: The program.
-        trips: The largest trip count of each `while`, by its number.
+    `places` are the equations of the program, by their number.
     """
 
     stacks = True
 
-    def __init__(self, block: Block, trips: Mapping[int, int]):
-        self._places = {place.number: place for place in block.places()}
-        self._trips = trips
+    def __init__(self, places: Mapping[int, Site]):
+        self._places = places
 
     def equation(self, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays, rerun: Callable[..., Any]) -> Notes:
         return {("code", place.number, i): code_of(out) for i, out in enumerate(outs) if is_inexact(out)}
@@ -106,7 +103,7 @@ class CodeProbe(Probe):
         if key[0] == "slices":
             return jnp.zeros(place.eqn.params["length"], jnp.int32)
         body = place.blocks[-1]
-        length = place.eqn.params["length"] if place.name == "scan" else self.trips(place)
+        length = place.eqn.params["length"] if place.name == "scan" else max(self.most[place.number], 1)
         notes = self.packed(body, {key: self.empty(key) for key in self.keys(body)})
         return jax.tree.map(lambda x: jnp.zeros((length, *x.shape), x.dtype), notes)
 
@@ -116,9 +113,6 @@ class CodeProbe(Probe):
     def packed(self, block: Block, notes: dict[Key, Any]) -> Any:
         scalars = [jnp.asarray(notes[key], jnp.int32) for key in _scalars(block)]
         return jnp.stack(scalars or [jnp.int32(0)]), {key: notes[key] for key in _arrays(block)}
-
-    def trips(self, place: Site) -> int:
-        return max(self._trips[place.number], 1)
 
 
 def unpacked(block: Block, packed: Any) -> dict[Key, Any]:

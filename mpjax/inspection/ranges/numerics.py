@@ -27,6 +27,7 @@ from mpjax.inspection.ranges.range_statistics import (
 )
 from mpjax.inspection.ranges.report import NumericsReport as NumericsReport
 from mpjax.inspection.ranges.report import Range, Tried
+from mpjax.inspection.reports import by_key
 from mpjax.inspection.trials import Loss, Trial, argument_name, below_root, laid_out, scale_state, trace_to_run
 from mpjax.policy import HALF_DTYPES, Policy, get_policy
 from mpjax.program import compat
@@ -154,8 +155,7 @@ class _Measuring:
         self.compiled: dict[Any, _Compiled] = {}
         self.tallies: dict[_Row, Tally] = {}
         self.dtypes: dict[_Row, dict[str, None]] = {}
-        # Whether it is packed for the backward pass; module, pass and dtype.
-        self.eight_bits: dict[tuple[bool, str, str, tuple[str, ...]], EightBitRange] = {}
+        self.eight_bits: list[tuple[bool, EightBitRange]] = []  # whether it is packed for the backward pass
         self.unseen: dict[str, None] = {}
         self.beyond: dict[str, float] = {}
         self.gradients: list[dict[str, float]] = []  # by batch and path, the largest at scale 1
@@ -217,10 +217,7 @@ class _Measuring:
                 size = math.inf if tally.nonfinite else tally.max / self.scale
                 self.gradients[-1][place.path] = max(size, self.gradients[-1].get(place.path, 0.0))
         for number, place in compiled.probe.quantised.items():
-            found = EightBitRange.of(place, notes["eight bits", number])
-            key = place.name == PACKED, found.name, found.phase, found.dtypes
-            before = self.eight_bits.get(key)
-            self.eight_bits[key] = found if before is None else together_in_eight_bits(before, found)
+            self.eight_bits.append((place.name == PACKED, EightBitRange.of(place, notes["eight bits", number])))
         for name, grad in grads:
             scaled = np.asarray(grad, np.float32) * np.float32(self.scale)
             self._put(_Row("parameters", name, BACKWARD), tally_of(note([scaled], self.limits)), ("float32",))
@@ -308,6 +305,7 @@ class _Measuring:
         losing, (safe, init) = self._losing(), self._scales(kept)
         outside = "" in losing and not (trials and math.isfinite(trials[-1].error))
         paths = self._paths()
+        eight_bits = by_key(((packed, row.name, row.phase, row.dtypes), row) for packed, row in self.eight_bits)
         return NumericsReport(
             dtype=self.limits.dtype.name,
             loss_scale=self.scale,
@@ -316,8 +314,8 @@ class _Measuring:
             gradients=self._table("gradients"),
             parameters=self._table("parameters"),
             by_op=self._table("by_op"),
-            float8=tuple(found for row, found in self.eight_bits.items() if not row[0]),
-            packed=tuple(found for row, found in self.eight_bits.items() if row[0]),
+            float8=tuple(together_in_eight_bits(alike) for (packed, *_), alike in eight_bits.items() if not packed),
+            packed=tuple(together_in_eight_bits(alike) for (packed, *_), alike in eight_bits.items() if packed),
             gradient_exponents=_by_exponent(self._total("half gradients")),
             largest_safe_scale=safe,
             init_scale=init,

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from mpjax.inspection.ranges.activations import COPIES, PACKED, Counted, in_units_of_scales
+from mpjax.inspection.reports import merged
 from mpjax.program import compat
 from mpjax.program.dtypes import is_float
 from mpjax.program.graph import Site
@@ -207,12 +208,7 @@ class EightBitRange:
         return cls(place.path, place.phase, (dtype,), largest, flushed / max(count, 1.0), outliers, int(count))
 
 
-def together_in_eight_bits(a: EightBitRange, b: EightBitRange) -> EightBitRange:
-    """Merges two rows."""
-    count = a.count + b.count
-    flushed = (a.count * a.flushed + b.count * b.flushed) / max(count, 1)
-    worst = {name: max(getattr(a, name), getattr(b, name)) for name in ("max", "outliers")}
-    return dataclasses.replace(a, flushed=flushed, count=count, **worst)
+together_in_eight_bits = functools.partial(merged, largest="max outliers", total="count", shares="flushed")
 
 
 def merged_in_eight_bits(a: EightBitNote, b: EightBitNote) -> EightBitNote:

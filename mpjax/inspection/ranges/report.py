@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.inspection.ranges.range_statistics import EightBitRange, Limits, together_in_eight_bits
-from mpjax.inspection.reports import Report, Section, folded_rows, percent, scale_text, short_dtypes
+from mpjax.inspection.reports import Report, Section, folded_rows, merged, percent, scale_text, short_dtypes
 
 _MUCH = 0.05  # the share of flushed gradients from which the loss scale is the first thing to say
 
@@ -300,21 +301,9 @@ def _by_loss(rows: Sequence[Range]) -> list[Range]:
     return sorted(rows, key=lambda row: (-row.overflowed, -row.flushed))
 
 
-def _together(a: Range, b: Range) -> Range:
-    """Merges two rows. Shares are over the values of both."""
-    count = a.count + b.count
-    shares = {
-        name: (a.count * getattr(a, name) + b.count * getattr(b, name)) / max(count, 1)
-        for name in ("zeros", "flushed", "overflowed")
-    }
-    return dataclasses.replace(
-        a,
-        max=max(a.max, b.max),
-        min_nonzero=min(a.min_nonzero, b.min_nonzero),
-        count=count,
-        nonfinite=a.nonfinite + b.nonfinite,
-        **shares,
-    )
+_together = functools.partial(
+    merged, largest="max", least="min_nonzero", total="count nonfinite", shares="zeros flushed overflowed"
+)
 
 
 def _cells(row: Range) -> tuple[str, ...]:
