@@ -18,6 +18,7 @@ import mpjax
 from testing.planted.answers import Answer, error, fault_of, numerics_of
 from testing.planted.causes import dense
 from testing.planted.models import BATCH, HALF, SIZE, X, normal, plain
+from testing.planted.reported import REPORTED
 from testing.planted.several import SEVERAL
 
 # Programs of their own
@@ -410,7 +411,7 @@ OF_ONE_TOOL: dict[str, tuple[Answer, ...]] = {
 ALONE: dict[str, Callable[[], dict[str, Answer]]] = {
     **{
         f.__name__: functools.partial(dict, **{tool: f})
-        for tools in (OF_ONE_TOOL, SEVERAL)
+        for tools in (OF_ONE_TOOL, SEVERAL, REPORTED)
         for tool, found in tools.items()
         for f in found
     },

@@ -24,6 +24,9 @@ QUICK = """
     ; nan in a row and a label; two iterations and lines; two devices and lines; overflow that one device reads
     ; log in the branch not taken; rule that overflows at any scale; overflow and too large a scale; count that wraps
     ; mean in half and a decay; division in a branch and again; data beyond half
+    ; norm of padding and a probability of zero; temperature and a vector of zeros; gates and a sum
+    ; divergence of two rounded distributions; ratio and an entropy; schedule and an overflow
+    ; clip over devices and an empty part; fixed point and a metric
     ; constants of an optimizer; epsilon and a norm; sum of calls in half; counter of python
 """
 QUICK = [" ".join(name.split()) for name in QUICK.split(";")]

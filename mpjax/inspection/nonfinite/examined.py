@@ -140,11 +140,14 @@ class Examined:
         A recomputation makes the same.
         """
         found, same = dict[Any, Value](), dict[Value, Value]()
+
+        def key(v: Value) -> Any:
+            return same.get(v, v) if v.constant is None else str(v.constant) if np.size(v.constant) == 1 else v
+
         for node in self.flow.eqns:
             same |= {v: v.whole for v in node.reads if v.whole is not None}
-            reads = tuple(str(v.constant) if np.size(v.constant) == 1 else same.get(v, v) for v in node.reads)
-            for i, v in enumerate(node.writes):
-                same[v] = found.setdefault((node.site.name, node.site.source, reads, i), v)
+            operation = node.site.name, node.site.source, *map(key, node.reads)
+            same |= {v: found.setdefault((i, *operation), v) for i, v in enumerate(node.writes)}
         return same
 
     def is_derivative(self, number: int) -> bool:
