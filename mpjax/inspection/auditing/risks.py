@@ -338,9 +338,9 @@ def _added_to(flow: Flow, before: Value, after: Iterable[Value], times: str) -> 
     dependent = flow.after(before)
 
     def sources(value: Value) -> Iterator[Value]:
-        """The values that a value is, seen through moves, casts and the branches of a conditional."""
+        """The values that a value is, seen through moves, casts, selections and the branches of a conditional."""
         node = flow.maker(value)
-        if node is None or not (repeats(node) or node.site.name == "cond"):
+        if node is None or not (repeats(node) or node.site.name in ("cond", "top_k", "gather")):
             yield value
         elif node.site.name == "cond":
             for branch in node.inner:

@@ -106,6 +106,11 @@ def test_sums_over_iterations_that_are_stored_in_half_are_risks():
         gate = jax.nn.sigmoid(xs @ w).astype(half)
         return jax.lax.scan(lambda h, z: (form(h, z, jnp.tanh(z)), None), jnp.zeros((4, 8), half), gate)[0]
 
+    def beam(w, xs):
+        best = lambda c, x: jax.lax.top_k((c[:, None] + (x @ w).astype(half)).ravel(), 4)
+        return jax.lax.scan(best, jnp.zeros(4, half), xs)[0]
+
+    assert risks(beam, jnp.eye(8), xs), "the scores of the best"
     for form in (lambda h, z, n: z * h + (1 - z) * n, lambda h, z, n: h + z * (n - h)):
         assert not risks(lambda w, xs, form=form: gated(w, xs, form), jnp.eye(8), xs), "the gates of a GRU"
     assert risks(lambda w, xs: gated(w, xs, lambda h, z, n: h + z * n), jnp.eye(8), xs)
