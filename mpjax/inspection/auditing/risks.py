@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import functools
 import math
+import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,27 +27,8 @@ from mpjax.program.tracing import TracedCall
 # By name: each risk is a form, in which the place of each operand counts.
 
 # Most severe first: inf, NaN or wrong results before lost digits.
-MEANINGS = {
-    "unscaled": "float16 gradients without loss scaling: small ones become zero; use mpjax.value_and_grad with a state",
-    "clipped": "a bound on gradients that are still multiplied by the loss scale: divide them by it before",
-    "divided": "gradients that were divided by the loss scale already: updates are too small by as much",
-    "unchecked": "the loss scale doesn't see an overflow, so it never falls: give it the gradients unchanged",
-    "wraps": "a sum of integers that may leave its dtype, and then starts again at the other end: sum in int32",
-    "overflow": "a finite constant becomes infinite",
-    "epsilon": "a constant that guards against zero becomes zero",
-    "constant": "a constant near 1 becomes 1",
-    "norm": "float16 overflows from 256 on: inf, and clipping by it makes all updates 0; use float32 gradients",
-    "amplified": "an error of rounding to half that grows: keep float32 between the two lines, as autocast does",
-    "ids": "distinct whole numbers become equal",
-    "update": "an update that is smaller than half's last place of the value is lost: keep float32 master weights",
-    "accumulator": "a sum of many terms that is stored in half after each: keep it in float32",
-    "loss": "a scalar result, whose small changes and range need float32",
-    "softmax": "its exp and its sum need float32",
-    "exp": "overflows float16 from 11.1 on, and has 3 digits (bfloat16: 2)",
-    "log": "loses accuracy near its zero and its pole",
-    "pow": "is an exp of a log, or has poles",
-    "sum": "rounding grows with the number of terms; float16 overflows at 65504",
-}
+_FILE = pathlib.Path(__file__).with_suffix(".csv")
+MEANINGS = {row["kind"]: row["meaning"] for row in csv.DictReader(_FILE.read_text("utf-8").splitlines())}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,9 +257,9 @@ def _updates(flow: Flow, known: dict[Value, Facts]) -> Iterator[RiskySite]:
             kept, argument = (1.0, source(old)) if source(old).kind == INPUT else factor(old)
             step, _ = factor(new)
             if argument is not None and argument.kind == INPUT and kept >= _KEEPING_FACTOR and step <= _SMALL_FACTOR:
-                digits = _digits(value.aval.dtype)
-                why = f"a multiple of {step:.2g} is added to a {value.aval.dtype.name} value, which has {digits} bits"
-                yield "update", node.site, value.aval.dtype.name, why
+                dtype = value.aval.dtype
+                why = f"a multiple of {step:.2g} is added to a {dtype.name} value, which has {_digits(dtype)} bits"
+                yield "update", node.site, dtype.name, why
                 break
 
 
@@ -350,12 +333,16 @@ def _added_to(flow: Flow, before: Value, after: Iterable[Value], times: str) -> 
 
     @functools.cache
     def transformed(value: Value) -> bool:
-        """Whether a value depends on a start through more than differences and scalings."""
+        """Whether a value depends on a start through more than differences and scalings.
+
+        A gate, an array, makes the next value forget most of what was rounded.
+        """
         node = flow.maker(value)
         if node is None:
             return False
-        row = primitive(node.site.name)
-        is_scaling = row.moves or row.adds or row.whole or row.scales
+        row, factors = primitive(node.site.name), [flow.source(v, repeats) for v in node.reads if v not in dependent]
+        scales = row.scales and all(v.kind == CONSTANT or not v.aval.shape for v in factors)
+        is_scaling = row.moves or row.adds or row.whole or scales
         return any(map(transformed if is_scaling else dependent.__contains__, node.reads))
 
     dtype = before.aval.dtype
@@ -364,22 +351,13 @@ def _added_to(flow: Flow, before: Value, after: Iterable[Value], times: str) -> 
         if node is None or not primitive(node.site.name).adds or len(node.reads) != 2:
             continue
         old, new = sorted(node.reads, key=lambda value: before not in sources(value))
-        if (
-            before in sources(old)
-            and new.constant is None
-            and not transformed(new)
-            and not _is_gated(flow, new, dependent)
-        ):
+        if before in sources(old) and new.constant is None and not transformed(new):
             yield "accumulator", node.site, dtype.name, _summed(times, dtype)
 
 
-def _is_gated(flow: Flow, term: Value, dependent: set[Value]) -> bool:
-    """Whether a term is a gate, an array, times what depends on the sum so far: most of its rounding is forgotten."""
-    node = flow.maker(flow.source(term, repeats))
-    if node is None or node.site.name != "mul":
-        return False
-    gates = [flow.source(v, repeats) for v in node.reads if v not in dependent]
-    return len(gates) == 1 and gates[0].kind != CONSTANT and bool(gates[0].aval.shape)
+def _digits(dtype: Any) -> int:
+    """The bits of a dtype's significand, including the leading bit."""
+    return exact_up_to(dtype).bit_length() - 1
 
 
 _MANY_TERMS = 8
@@ -411,11 +389,6 @@ def _unrolled(flow: Flow) -> Iterator[RiskySite]:
 
 def _summed(times: str, dtype: Any) -> str:
     return f"summed over {times} in {dtype.name}, which has {_digits(dtype)} bits: keep the sum in float32"
-
-
-def _digits(dtype: Any) -> int:
-    """The bits of a dtype's significand, including the leading bit."""
-    return int(compat.finfo(dtype).nmant) + 1
 
 
 def _merged(found: Iterable[RiskySite]) -> tuple[Risk, ...]:

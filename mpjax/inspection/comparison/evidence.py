@@ -47,18 +47,10 @@ class Evidence:
     errors: LayerwiseReport | None = None
     notes: tuple[str, ...] = ()
 
-    def draw_scales(self, axes: Any) -> None:
-        """Draws the loss scale over the steps of the run."""
-        axes.step(*zip(*self.scales, strict=True), where="post", label=f"{self.policy}, seed {self.seed}")
-        axes.set_yscale("log", base=2)
-        axes.set(xlabel="step", ylabel="loss scale")
-
 
 def explained(found: Evidence, baseline: str) -> Iterator[Section]:
     """The sections of a printed report: what happened, and the modules."""
-    text = "\n".join(_evidence_lines(found, baseline))
-    figure = found.draw_scales if len(found.scales) > 1 else None
-    yield Section(f"Why {found.policy} is worse", text, figure=figure)
+    yield Section(f"Why {found.policy} is worse", "\n".join(_evidence_lines(found, baseline)))
     parts = [] if found.ranges is None else [found.ranges.by_module("gradients")]
     parts += [] if found.errors is None else [found.errors.by_module()]
     yield from (dataclasses.replace(part, shown=8) for part in parts)

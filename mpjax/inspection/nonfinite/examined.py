@@ -106,9 +106,8 @@ class Examined:
             return False
         one, two = self.places[self.fault.number], self.places[other.number]
         # In the loop of the backward pass, the operand of a derivative is an array of all iterations.
-        in_loop = self.fault.indices(self.places) == other.indices(self.places) != ()
-        is_in_loop = in_loop and two.phase == BACKWARD and one.source == two.source
-        return is_in_loop or self._follows(other.number, [self.fault.number])
+        alike = self.fault.indices(self.places) == other.indices(self.places) != () and one.source == two.source
+        return (alike and two.phase == BACKWARD) or self._follows(other.number, [self.fault.number])
 
     def _follows(self, number: int, faults: Collection[int]) -> bool:
         """Whether an equation computes the derivative of one of some faults, on its line."""
@@ -226,9 +225,6 @@ class Examined:
         return {n: run for n, run in self.compiled.items() if inside.isdisjoint(range(n, self.places[n].end))}
 
 
-_MOST = 2  # other causes that may hide what reaches a result
-
-
 def first_that_reaches(program: Examined, first: int, positions: int) -> int:
     """The position of the first element of a fault that reaches a result by itself; `first` if none does.
 
@@ -237,11 +233,10 @@ def first_that_reaches(program: Examined, first: int, positions: int) -> int:
         first: The position of its first element that is not finite.
         positions: The number of positions, over all devices.
     """
-    without, made = program.without, set[int]()
-    for _ in range(_MOST):
+    without = program.without
+    for _ in range(2):  # Other causes may hide what reaches a result.
         without = without if without.found is None else without.without
-    for each in (program, program.without, without):
-        made |= {when[-1] for when in each.replay.made}
+    made = {when[-1] for each in (program, program.without, without) for when in each.replay.made}
     if (without.kept, without.finite) != (program.fault, without.finite & made):
         without = copy.copy(without)  # What repeats the fault, and reads it, passes it on.
         without.kept, without.finite = program.fault, without.finite & made

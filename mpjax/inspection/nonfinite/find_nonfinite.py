@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -73,7 +74,7 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     """
     kwargs = dict(kwargs or {})
     traced = trace_to_run("find_nonfinite", fun, args, kwargs)
-    causes = _causes(first := Examined(traced))
+    causes = [*itertools.islice(_causes(first := Examined(traced)), _MOST)]
     if not causes:
         return None
     # The value before its derivative: a division by zero before that of a square root of zero.
@@ -92,23 +93,19 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     bad = [(end.place != program.fault.place, name) for name, end in ends if end]
     result = None if program.fault.is_argument else min(bad, default=(0, None), key=lambda pair: pair[0])[1]
     place, *places = (None if each.fault.is_argument else each.places[each.fault.number] for each in causes)
-    apart_from_it = ((other, apart(where, place)) for other, where in zip(others, places, strict=True))
-    lines = (dataclasses.replace(other, source=other.source + text).line for other, text in apart_from_it)
+    sources = (f"{other.source}{apart(where, place)}" for other, where in zip(others, places, strict=True))
+    lines = (dataclasses.replace(other, source=where).line for other, where in zip(others, sources, strict=True))
     return dataclasses.replace(found, result=result, others=tuple(dict.fromkeys(lines)))
 
 
 _MOST = 3  # causes that are reported
 
 
-def _causes(program: Examined) -> list[Examined]:
+def _causes(program: Examined) -> Iterator[Examined]:
     """The program with its first fault; then with the first that is left if the elements of that are finite."""
-    found: list[Examined] = []
     while program.found is not None:
-        found.append(program)
-        if len(found) == _MOST:
-            break
+        yield program
         program = program.without
-    return found
 
 
 def _result_names(program: TracedCall) -> list[str]:
@@ -198,7 +195,6 @@ def _examined(
         float32_is_fine=functools.partial(_float32_is_fine, in_float32),
     )
     numbers = [v.aval for v in eqn.invars if is_number(v)]
-    made = {tuple(when) for when in program.replay.made if when[-1] == fault.number}
     iteration, where = fault.indices(program.places), map(int, np.unravel_index(device, tuple(axes.values())))
     return NonFinite(
         primitive=place.name,
@@ -208,7 +204,7 @@ def _examined(
         diagnosis=diagnosis_of(symptoms) + held,
         direction="backward" if symptoms.backward or (symptoms.where_gradient and not fine) else "forward",
         iteration=iteration[0] if len(iteration) == 1 else iteration or None,
-        iterations=len(made),
+        iterations=sum(when[-1] == fault.number for when in program.replay.made),
         inputs=tuple(
             OperandRange(str(aval.dtype), aval.shape, float(found[0]), float(found[1]), float(found[2]), int(found[3]))
             for aval, found in zip(numbers, here["ranges"], strict=True)
@@ -233,8 +229,8 @@ def _was_finite(program: Examined, place: Site) -> bool:
 def _is_where_gradient(program: Examined) -> bool:
     """Whether a fault in the differentiated forward pass only matters because of the zero gradient of a `where`."""
     flow, fault, place = program.flow, program.fault, program.places[program.fault.number]
-    entry = program.replay.entry(fault)
-    if entry is None or (place.phase == FORWARD and "jvp(" not in place.module):
+    replay, entry = program.replay, program.replay.entries.get(fault)
+    if entry is None or fault in replay.passed_on or (place.phase == FORWARD and "jvp(" not in place.module):
         return False
     makers = [flow.maker(v) for v, code in zip(flow.outputs, program.codes, strict=True) if code]
     if any(maker is None or maker.site.phase != BACKWARD for maker in makers):

@@ -29,13 +29,8 @@ def at_iteration(iteration: Sequence[Any], target: Sequence[int]) -> Any:
 
 def is_number(x: Any) -> bool:
     """Whether a value or a variable is an array of numbers: floats, indices, labels."""
-    return is_inexact(x) or is_integer(x)
-
-
-def is_integer(x: Any) -> bool:
-    """Whether a value or a variable is an array of integers."""
     aval = getattr(x, "aval", None) or jax.typeof(x)
-    return compat.is_shaped(aval) and jnp.issubdtype(aval.dtype, jnp.integer)
+    return compat.is_shaped(aval) and jnp.issubdtype(aval.dtype, jnp.number)
 
 
 class Reached(Exception):

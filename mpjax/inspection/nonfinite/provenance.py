@@ -228,8 +228,8 @@ def first_fault(
     results = replay.block(block, given[:count], _Iteration((), notes), given[count:])
     found = list(replay.checked)
     replay.results = [address if code else None for code, address in zip(outs, results, strict=True)]
-    for v, code, address in zip(block.jaxpr.outvars, outs, results, strict=True):
-        if code and address is not None:
+    for v, address in zip(block.jaxpr.outvars, replay.results, strict=True):
+        if address is not None:
             counts = beside and address.is_argument and address.number not in replay.masks
             if counts or address.rank <= (MADE if v.aval.shape else USED_CONSTANT):
                 found.append(address)
@@ -262,15 +262,8 @@ class Replay:
         self.results: list[Address] = []  # the sources of results that are not finite
         self.made: set[tuple[int, ...]] = set()  # where an inf or NaN was made, which may reach no result
         self.from_masks: dict[Address, int] = {}  # the mask from which an equation made a NaN
-        self.passed_on: set[Address] = set()
-        self.entries: dict[Address, Provenance] = {}
-
-    def entry(self, fault: Provenance) -> Provenance | None:
-        """The equation through which a fault enters the backward pass.
-
-        None if a `where` of the forward pass passes it on, or if it does not enter.
-        """
-        return None if fault in self.passed_on else self.entries.get(fault)
+        self.passed_on: set[Address] = set()  # by a `where` of the forward pass
+        self.entries: dict[Address, Provenance] = {}  # the equation through which a fault enters the backward pass
 
     def block(
         self, block: Block, addresses: Sequence[Address], iteration: _Iteration, consts: Sequence[Address] | None = None
