@@ -31,10 +31,8 @@ from mpjax.program.inlining import Node, Value, flow_of
 from mpjax.program.interpreter import Eager, Instrumented, Key, Probe
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import primitive
-from mpjax.program.source import BACKWARD
+from mpjax.program.source import BACKWARD, apart
 from mpjax.program.tracing import TracedCall
-
-# By name: a `while` may end at a NaN.
 
 
 class Examined:
@@ -119,7 +117,7 @@ class Examined:
         return not of.isdisjoint(self.same.get(v, v) for v in self.nodes[number].reads)
 
     def _repeated(self, fault: Provenance) -> set[int]:
-        """The equation of a fault, its recomputation, and the same operation of its line in layers that read it."""
+        """The equation of a fault, those of the same call (in a recomputation, in layers), and those that read it."""
         here, writes = self.places[fault.number], self.nodes[fault.number].writes
         derivative = self.is_derivative(fault.number)
 
@@ -128,7 +126,7 @@ class Examined:
             if (place.name, place.source, place.phase == BACKWARD) != (here.name, here.source, here.phase == BACKWARD):
                 return False
             depends = any(self.flow.depends(self.nodes[n].reads, v) for v in writes)
-            return (depends or place.phase != here.phase) and self.is_derivative(n) == derivative
+            return (depends or not apart(place, here)) and self.is_derivative(n) == derivative
 
         return {fault.number, *filter(is_repeated, self.places)}
 

@@ -95,7 +95,7 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     place, *places = (None if each.fault.is_argument else each.places[each.fault.number] for each in causes)
     sources = (f"{other.source}{apart(where, place)}" for other, where in zip(others, places, strict=True))
     lines = (dataclasses.replace(other, source=where).line for other, where in zip(others, sources, strict=True))
-    return dataclasses.replace(found, result=result, others=tuple(dict.fromkeys(lines)))
+    return dataclasses.replace(found, result=result, others=tuple(dict.fromkeys((found.line, *lines)))[1:])
 
 
 _MOST = 3  # causes that are reported

@@ -245,6 +245,14 @@ def test_a_fault_of_repeated_layers_is_one_cause():
 
     assert find_nonfinite(jax.value_and_grad(net), np.ones(()), np.ones(4, np.float32)).others == ()
 
+    def masked(x, y):
+        for _ in range(4):
+            x = x + jnp.log(y)
+        return jnp.sum(x) + jnp.sum(jnp.sqrt(y - 1))
+
+    (other,) = find_nonfinite(masked, np.ones(4, np.float32), np.zeros(4, np.float32)).others
+    assert "sqrt" in other
+
 
 def test_what_the_numbers_in_place_of_a_fault_would_make_is_no_cause():
     def centred(x):
