@@ -30,12 +30,12 @@ def sampled(test: str, cases: Sequence[Mapping[str, str]]) -> set[int]:
 
 
 def _covering(cases: Sequence[Mapping[str, str]]) -> Iterator[int]:
-    """Cases in which each value of two parameters occurs; of three or more, each pair of values (pairwise testing).
+    """Cases in which all values of all parameters but one occur together: of three parameters, each pair of values.
 
-    Nearly all faults that depend on a parameter depend on one or two of them (Kuhn, Wallace and Gallo, "Software Fault
+    Nearly all faults that depend on a parameter depend on few of them (Kuhn, Wallace and Gallo, "Software Fault
     Interactions and Implications for Software Testing", 2004).
     """
-    together = min(2, max(1, len(cases[0]) - 1))
+    together = max(1, len(cases[0]) - 1)
     covers = {i: set(itertools.combinations(sorted(case.items()), together)) or {()} for i, case in enumerate(cases)}
     missing, used = set().union(*covers.values()), collections.Counter()
     while missing:

@@ -26,6 +26,14 @@ def test_each_pair_of_values_of_three_parameters_runs():
 
 
 @pytest.mark.usefixtures("covering")
+def test_three_of_four_parameters_run_together():
+    cases = table(name="abcdef", dtype=("bfloat16", "float16"), scan="ny", gradient="ny")
+    kept = [cases[i] for i in sampling.sampled("test", cases)]
+    assert len(kept) < 0.7 * len(cases)
+    assert {(c["name"], c["scan"], c["gradient"]) for c in kept} == {*itertools.product("abcdef", "ny", "ny")}
+
+
+@pytest.mark.usefixtures("covering")
 def test_each_value_of_two_parameters_runs_and_dtypes_take_turns():
     cases = table(name="abcdefgh", dtype=("bfloat16", "float16"))
     kept = [cases[i] for i in sampling.sampled("test", cases)]

@@ -107,15 +107,16 @@ def _bends(flow: Dataflow, eqn: Any, states: Mapping[Any, Any]) -> bool:
     arrays = [v for v in variables(eqn.invars) if v.aval.shape == eqn.outvars[0].aval.shape]
     roots = {states.get(v, v) for v in arrays}
     product = row.multiplies and (
-        len(roots) == 1 < len(arrays) or any(_is_factor(flow, v, states[eqn.outvars[0]], states) for v in arrays)
+        len(roots) == 1 < len(arrays) or any(_is_factor(flow, v, states.get(eqn.outvars[0]), states) for v in arrays)
     )
     return product or (row.pointwise and not row.is_affine and tracked(eqn.outvars[0]))
 
 
 def _is_factor(flow: Dataflow, v: Any, state: Any, states: Mapping[Any, Any]) -> bool:
-    """Whether a value follows from a state, but is neither that state, nor a gate or a norm's."""
-    other = states.get(v, v) is not state and flow.depends([v], state)
-    return other and not is_gate(flow, v) and not is_repeated(flow, v, NORM)
+    """Whether a value follows from a state, if there is one, but is neither that state, nor a gate or a norm's."""
+    if state is None or states.get(v, v) is state or not flow.depends([v], state):
+        return False
+    return not is_gate(flow, v) and not is_repeated(flow, v, NORM)
 
 
 @once_per_jaxpr
