@@ -30,19 +30,14 @@ def _jvp(primals: Any, tangents: Any) -> Any:
     (x, shift, factor), (dx, dshift, dfactor) = primals, tangents
     is_zero = [type(tangent) is SymbolicZero for tangent in tangents]
     out = scaled_difference(x, shift, factor)
-    parts = []
-    if not is_zero[0]:
-        parts.append(lax.mul(*same_axes((dx, factor))))
-    if not is_zero[2]:
-        parts.append(lax.mul(*same_axes((lax.sub(x, shift), dfactor))))
-    if not is_zero[1]:
-        small = lax.neg(lax.mul(*same_axes((dshift, factor))))
-        parts.append(lax.broadcast_in_dim(small, out.shape, tuple(range(out.ndim))))
-    if not parts:
+    if all(is_zero):
         return out, zero_from_primal(out, symbolic_zeros=True)
-    total = parts[0]
-    for part in parts[1:]:
-        total = lax.add(*same_axes((total, part)))
+    total = lax.full_like(out, 0) if is_zero[0] else lax.mul(*same_axes((dx, factor)))
+    if not is_zero[2]:
+        total = lax.add(*same_axes((total, lax.mul(*same_axes((lax.sub(x, shift), dfactor))))))
+    if not is_zero[1]:
+        # Not subtracted: the derivative of a sum sums `g`, as the bias's does, and not `-g`.
+        total = lax.add(*same_axes((total, lax.neg(lax.mul(*same_axes((dshift, factor)))))))
     return out, total
 
 

@@ -56,6 +56,16 @@ def test_its_derivatives_are_those_of_what_is_written(name, of):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
 
 
+@pytest.mark.parametrize("of", [(0,), (1,), (1, 2)])
+def test_its_derivatives_on_an_explicit_mesh(of):
+    mesh = jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Explicit,))
+    sharded = jax.device_put(X, jax.NamedSharding(mesh, PartitionSpec("d")))
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.grad(loss(scaled_difference), of))(sharded, SHIFT, FACTOR)
+    for one, other in zip(found, jax.grad(loss(as_written), of)(*ARGS), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
+
+
 class Linen(nn.Module):
     @nn.compact
     def __call__(self, x):
