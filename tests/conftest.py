@@ -116,7 +116,7 @@ def _deselect(config, items, kept):
 
 
 def values(item) -> dict[str, str]:
-    """The parameters of a case; different values have different texts."""
+    """The parameters of a case, as texts."""
     return {name: repr(value) for name, value in item.callspec.params.items()} if hasattr(item, "callspec") else {}
 
 

@@ -47,6 +47,12 @@ def test_all_cases_of_one_parameter_run(cases):
     assert len(sampling.sampled("test", cases)) == len(cases)
 
 
+@pytest.mark.usefixtures("covering")
+def test_all_cases_run_if_two_have_the_same_texts():
+    cases = table(name="abcdefgg", dtype=("bfloat16", "float16"))
+    assert len(sampling.sampled("test", cases)) == len(cases)
+
+
 @pytest.mark.parametrize(("every", "number"), [(1, 16), (3, 5), (100, 1)])
 def test_one_in_so_many_runs_if_a_number_is_given(every, number, monkeypatch):
     monkeypatch.setattr(sampling, "COVERING", False)

@@ -198,9 +198,9 @@ def _run_region(region: RematRegion, operands: Sequence[Any], plan: Plan) -> Seq
             values[v].add(storage, array)
         else:
             values[v] = value_of(array, storage, half)
-    from_kept = [packs.get(i, x) for i, x in enumerate(arrays)], tuple(x.dtype for x in arrays)
-    for k, (v, storage) in enumerate(region.outs):
+    for k, (v, storage) in enumerate(region.outs if region.recomputed else ()):
         if v in region.recomputed and storage == HALF:
+            from_kept = [packs.get(i, x) for i, x in enumerate(arrays)], tuple(x.dtype for x in arrays)
             values[v].recomputed = Recomputed(*from_kept, model.body, k)
     return list(values.values())
 

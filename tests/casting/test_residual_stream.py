@@ -198,7 +198,9 @@ in_bfloat16 = functools.partial(mpjax.autocast, policy="mixed_bfloat16")
     [
         (layer, 12, 2.0),
         (lambda h, w: h + 0.01 * branch(h, w), 12, 2.0),
+        (lambda h, w: h + 0.01 * branch(normalised(h), w), 12, 2.0),
         (lambda h, w: h + jax.nn.relu(h @ w) @ w.T, 12, 1.3),
+        (lambda h, w: h + jax.nn.relu(h @ (w / 8)) @ (w.T / 8), 24, 1.3),
         (lambda h, w: h + jax.nn.relu(normalised(h) @ (w / 8)) @ (w.T / 8), 24, 3.0),
     ],
 )
