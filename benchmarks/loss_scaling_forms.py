@@ -7,8 +7,9 @@ loss.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,41 +21,47 @@ from jax.experimental.layout import Layout, with_layout_constraint
 import mpjax
 
 Loss = Callable[[Any, jax.Array, jax.Array], jax.Array]
-Step = Callable[[Any, Any, jax.Array, jax.Array], tuple[Any, Any, jax.Array]]
+Tx: TypeAlias = optax.GradientTransformation
+Stepped = tuple[Any, Any, jax.Array]
 SCALE = 2.0**15
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
     init: Callable[[Any], Any]
-    step: Step
+    step: Callable[[Any, Any, jax.Array, jax.Array], Stepped]
 
 
-def forms(tx: optax.GradientTransformation, loss_fn: Loss) -> dict[str, Form]:
+def forms(tx: Tx, loss_fn: Loss) -> dict[str, Form]:
     """All forms by name; the first is the baseline."""
+
+    def form(step: Callable[..., Stepped], tx: Tx = tx, scale: Callable[[], Any] | None = None) -> Form:
+        """The form of a step below. `scale` makes the loss scale that its state has beside that of the optimizer."""
+        init = tx.init if scale is None else lambda params: (tx.init(params), scale())
+        return Form(init, functools.partial(step, tx, loss_fn))
+
     dynamic = mpjax.dynamic_loss_scale(tx)
-    by_hand = mpjax.dynamic_loss_scale(tx, grads_are_scaled=True)
     return {
-        "no loss scaling": Form(tx.init, _plain(tx, loss_fn)),
-        "no loss scaling, again": Form(tx.init, _plain(tx, loss_fn)),
-        "no loss scaling, gradients in row-major layout": Form(tx.init, _plain(tx, loss_fn, _row_major)),
-        "mpjax: apply_gradients": Form(dynamic.init, _apply(dynamic, loss_fn)),
-        "mpjax: apply_gradients, grads_are_scaled": Form(by_hand.init, _scaled_by_hand(by_hand, loss_fn)),
-        "mpjax: tx.update, apply_updates": Form(dynamic.init, _update(dynamic, loss_fn)),
-        "Flax DynamicScale": Form(lambda params: (tx.init(params), _flax_scale()), _flax(tx, loss_fn)),
-        "jmp": Form(lambda params: (tx.init(params), _jmp_scale()), _jmp(tx, loss_fn)),
-        "mixed-precision-for-JAX": Form(lambda params: (tx.init(params), _mpx_scale()), _mpx(tx, loss_fn)),
+        "no loss scaling": form(_plain),
+        "no loss scaling, again": form(_plain),
+        "no loss scaling, gradients in row-major layout": form(functools.partial(_plain, arranged=_row_major)),
+        "mpjax: apply_gradients": form(_apply, dynamic),
+        "mpjax: apply_gradients, grads_are_scaled": form(
+            _scaled_by_hand, mpjax.dynamic_loss_scale(tx, grads_are_scaled=True)
+        ),
+        "mpjax: tx.update, apply_updates": form(_update, dynamic),
+        "Flax DynamicScale": form(_flax, scale=_flax_scale),
+        "jmp": form(_jmp, scale=_jmp_scale),
+        "mixed-precision-for-JAX": form(_mpx, scale=_mpx_scale),
     }
 
 
-def _plain(tx: optax.GradientTransformation, loss_fn: Loss, arranged: Callable[[Any], Any] = lambda g: g) -> Step:
-    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
-        grads = arranged(grads)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    return step
+def _plain(
+    tx: Tx, loss_fn: Loss, params: Any, state: Any, *batch: jax.Array, arranged: Callable[[Any], Any] = lambda g: g
+) -> Stepped:
+    loss, grads = jax.value_and_grad(loss_fn)(params, *batch)
+    updates, state = tx.update(arranged(grads), state, params)
+    return optax.apply_updates(params, updates), state, loss
 
 
 def _row_major(grads: Any) -> Any:
@@ -63,33 +70,23 @@ def _row_major(grads: Any) -> Any:
     return jax.lax.optimization_barrier(jax.tree.map(with_layout_constraint, grads, layouts))
 
 
-def _update(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
-    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, grads = mpjax.value_and_grad(loss_fn, state)(params, x, y)
-        updates, state = optax.with_extra_args_support(tx).update(grads, state, params, value=loss)
-        return optax.apply_updates(params, updates), state, loss
-
-    return step
+def _update(tx: Tx, loss_fn: Loss, params: Any, state: Any, *batch: jax.Array) -> Stepped:
+    loss, grads = mpjax.value_and_grad(loss_fn, state)(params, *batch)
+    updates, state = optax.with_extra_args_support(tx).update(grads, state, params, value=loss)
+    return optax.apply_updates(params, updates), state, loss
 
 
-def _apply(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
-    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, grads = mpjax.value_and_grad(loss_fn, state)(params, x, y)
-        params, state = mpjax.apply_gradients(tx, grads, state, params, value=loss)
-        return params, state, loss
-
-    return step
+def _apply(tx: Tx, loss_fn: Loss, params: Any, state: Any, *batch: jax.Array) -> Stepped:
+    loss, grads = mpjax.value_and_grad(loss_fn, state)(params, *batch)
+    params, state = mpjax.apply_gradients(tx, grads, state, params, value=loss)
+    return params, state, loss
 
 
-def _scaled_by_hand(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
+def _scaled_by_hand(tx: Tx, loss_fn: Loss, params: Any, state: Any, *batch: jax.Array) -> Stepped:
     """`grads_are_scaled=True`: the update unscales the gradients, not the backward pass."""
-
-    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, grads = jax.value_and_grad(lambda p: loss_fn(p, x, y) * state.loss_scale)(params)
-        params, state = mpjax.apply_gradients(tx, grads, state, params, value=loss)
-        return params, state, loss
-
-    return step
+    loss, grads = jax.value_and_grad(lambda p: loss_fn(p, *batch) * state.loss_scale)(params)
+    params, state = mpjax.apply_gradients(tx, grads, state, params, value=loss)
+    return params, state, loss
 
 
 def _flax_scale() -> DynamicScale:
@@ -97,18 +94,14 @@ def _flax_scale() -> DynamicScale:
     return DynamicScale(fin_steps=cast(Any, jnp.int32(0)), scale=cast(Any, jnp.float32(SCALE)))
 
 
-def _flax(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
+def _flax(tx: Tx, loss_fn: Loss, params: Any, state: Any, *batch: jax.Array) -> Stepped:
     """As in Flax's examples."""
-
-    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
-        opt_state, scale = state
-        scale, finite, loss, grads = scale.value_and_grad(loss_fn)(params, x, y)
-        updates, new_state = tx.update(grads, opt_state, params)
-        new = optax.apply_updates(params, updates), new_state
-        params, opt_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, (params, opt_state))
-        return params, (opt_state, scale), loss
-
-    return step
+    opt_state, scale = state
+    scale, finite, loss, grads = scale.value_and_grad(loss_fn)(params, *batch)
+    updates, new_state = tx.update(grads, opt_state, params)
+    new = optax.apply_updates(params, updates), new_state
+    params, opt_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, (params, opt_state))
+    return params, (opt_state, scale), loss
 
 
 def _jmp_scale() -> tuple[jax.Array, jax.Array]:
@@ -116,27 +109,23 @@ def _jmp_scale() -> tuple[jax.Array, jax.Array]:
     return jnp.float32(SCALE), jnp.int32(0)
 
 
-def _jmp(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
+def _jmp(tx: Tx, loss_fn: Loss, params: Any, state: Any, *batch: jax.Array) -> Stepped:
     """As in jmp's README."""
+    opt_state, arrays = state
+    scale = jmp.DynamicLossScale(*arrays)
 
-    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
-        opt_state, arrays = state
-        scale = jmp.DynamicLossScale(*arrays)
+    def scaled(params: Any) -> tuple[jax.Array, jax.Array]:
+        loss = loss_fn(params, *batch)
+        return scale.scale(loss), loss
 
-        def scaled(params: Any) -> tuple[jax.Array, jax.Array]:
-            loss = loss_fn(params, x, y)
-            return scale.scale(loss), loss
-
-        (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(params)
-        grads = scale.unscale(grads)
-        finite = jmp.all_finite(grads)
-        updates, new_state = tx.update(grads, opt_state, params)
-        new = optax.apply_updates(params, updates), new_state
-        params, opt_state = jmp.select_tree(finite, new, (params, opt_state))
-        scale = scale.adjust(finite)
-        return params, (opt_state, (scale.loss_scale, scale.counter)), loss
-
-    return step
+    (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(params)
+    grads = scale.unscale(grads)
+    finite = jmp.all_finite(grads)
+    updates, new_state = tx.update(grads, opt_state, params)
+    new = optax.apply_updates(params, updates), new_state
+    params, opt_state = jmp.select_tree(finite, new, (params, opt_state))
+    scale = scale.adjust(finite)
+    return params, (opt_state, (scale.loss_scale, scale.counter)), loss
 
 
 def _mpx_scale() -> Any:
@@ -145,15 +134,11 @@ def _mpx_scale() -> Any:
     return mpx.DynamicLossScaling(jnp.float32(SCALE), jnp.float32(1.0))
 
 
-def _mpx(tx: optax.GradientTransformation, loss_fn: Loss) -> Step:
+def _mpx(tx: Tx, loss_fn: Loss, params: Any, state: Any, *batch: jax.Array) -> Stepped:
     """As in its README. It casts params and batch to float16 itself and supports no other half dtype."""
+    import mpx
 
-    def step(params: Any, state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
-        import mpx
-
-        opt_state, scale = state
-        loss, scale, finite, grads = mpx.filter_value_and_grad(loss_fn, scale)(params, x, y)
-        params, opt_state = mpx.optimizer_update(params, tx, opt_state, grads, finite)
-        return params, (opt_state, scale), loss
-
-    return step
+    opt_state, scale = state
+    loss, scale, finite, grads = mpx.filter_value_and_grad(loss_fn, scale)(params, *batch)
+    params, opt_state = mpx.optimizer_update(params, tx, opt_state, grads, finite)
+    return params, (opt_state, scale), loss
