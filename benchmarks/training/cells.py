@@ -42,13 +42,13 @@ class Cell:
         return (CONFIGURATIONS | PLANNED)[self.configuration]
 
     def options(self) -> Variant:
-        return VARIANTS[self.variant] if self.variant else Variant("nothing")
+        return VARIANTS[self.variant] if self.variant else Variant("nothing", {})
 
     def workload(self, toy: bool, shallow: bool = False) -> Workload:
         """The model at the sizes of the cell."""
         workload = WORKLOADS[self.model]
         workload = workload.toy() if toy else workload.shallow() if shallow else workload
-        return self.options().change(workload, self.settings())
+        return dataclasses.replace(workload, **self.options().changes(workload, self.settings()))
 
     def applies(self) -> bool:
         """Whether the cell exists."""
