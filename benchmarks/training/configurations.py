@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,9 @@ import mpjax
 from testing.models.published import Batch, Workload
 
 Carry = dict[str, Any]
-Step = Callable[[Carry, Batch], tuple[Carry, jax.Array]]
-
-
+LossFn = Callable[..., Any]
+Stepped = tuple[Carry, jax.Array]
+Tx: TypeAlias = optax.GradientTransformation
 AS_WRITTEN = mpjax.Rules(attention="unfused")
 
 
@@ -89,7 +88,7 @@ PLANNED = {
     "autocast_bfloat16_low_bit_state": Configuration("autocast", "mixed_bfloat16", state="low_bit_state"),
 }
 # Parameters in bfloat16, and the optimizer that updates them.
-LEAN: dict[str, Callable[[optax.GradientTransformation], optax.GradientTransformation]] = {
+LEAN: dict[str, Callable[[Tx], Tx]] = {
     "master_weights": lambda tx: mpjax.master_weights(tx, "p=bf16"),
     "stochastic_rounding": mpjax.stochastic_rounding,
     "low_bit_state": lambda tx: mpjax.stochastic_rounding(mpjax.low_bit_state(tx, "float8")),
@@ -102,7 +101,7 @@ class Training:
 
     workload: Workload
     init: Callable[[jax.Array], Carry]
-    step: Step
+    step: Callable[[Carry, Batch], Stepped]
 
     def abstract(self) -> tuple[Carry, Batch]:
         """Shapes and dtypes of the step's arguments."""
@@ -129,8 +128,12 @@ def training(workload: Workload, configuration: Configuration) -> Training:
             carry["scale"] = DynamicScale(fin_steps=cast(Any, jnp.int32(0)), scale=cast(Any, jnp.float32(2**15)))
         return carry
 
-    step = _STEPS["lean" if configuration.state else configuration.scaling]
-    return Training(workload, init, step(loss_fn, optimizer))
+    take_step = _STEPS["lean" if configuration.state else configuration.scaling]
+
+    def step(carry: Carry, batch: Batch) -> Stepped:
+        return take_step(loss_fn, optimizer, carry, batch)
+
+    return Training(workload, init, step)
 
 
 def loss_function(workload: Workload, configuration: Configuration) -> Callable[..., Any]:
@@ -148,46 +151,40 @@ def loss_function(workload: Workload, configuration: Configuration) -> Callable[
     return loss_fn
 
 
-def _plain_step(loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation) -> Step:
-    def step(carry: Carry, batch: Batch) -> tuple[Carry, jax.Array]:
-        params = carry["params"]
-        (loss, state), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, carry["state"], batch)
-        updates, opt_state = optimizer.update(grads, carry["opt_state"], params)
-        return {"params": optax.apply_updates(params, updates), "state": state, "opt_state": opt_state}, loss
-
-    return step
+def _plain_step(loss_fn: LossFn, optimizer: Tx, carry: Carry, batch: Batch) -> Stepped:
+    params = carry["params"]
+    (loss, state), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, carry["state"], batch)
+    updates, opt_state = optimizer.update(grads, carry["opt_state"], params)
+    return {"params": optax.apply_updates(params, updates), "state": state, "opt_state": opt_state}, loss
 
 
-def _mpjax_step(loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation, scaled: bool = True) -> Step:
-    def step(carry: Carry, batch: Batch) -> tuple[Carry, jax.Array]:
-        params, old = carry["params"], carry["opt_state"]
-        differentiated = mpjax.value_and_grad(loss_fn, old if scaled else None, has_aux=True)
-        (loss, state), grads = differentiated(params, carry["state"], batch)
-        known = {"value": loss} if scaled else {}
-        params, opt_state = mpjax.apply_gradients(optimizer, grads, old, params, **known)
-        state = mpjax.keep_if_finite(opt_state, state, carry["state"]) if scaled else state
-        return {"params": params, "state": state, "opt_state": opt_state}, loss
-
-    return step
+def _mpjax_step(loss_fn: LossFn, optimizer: Tx, carry: Carry, batch: Batch) -> Stepped:
+    params, old = carry["params"], carry["opt_state"]
+    (loss, state), grads = mpjax.value_and_grad(loss_fn, old, has_aux=True)(params, carry["state"], batch)
+    params, opt_state = mpjax.apply_gradients(optimizer, grads, old, params, value=loss)
+    state = mpjax.keep_if_finite(opt_state, state, carry["state"])
+    return {"params": params, "state": state, "opt_state": opt_state}, loss
 
 
-def _flax_step(loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation) -> Step:
+def _lean_step(loss_fn: LossFn, optimizer: Tx, carry: Carry, batch: Batch) -> Stepped:
+    params = carry["params"]
+    (loss, state), grads = mpjax.value_and_grad(loss_fn, has_aux=True)(params, carry["state"], batch)
+    params, opt_state = mpjax.apply_gradients(optimizer, grads, carry["opt_state"], params)
+    return {"params": params, "state": state, "opt_state": opt_state}, loss
+
+
+def _flax_step(loss_fn: LossFn, optimizer: Tx, carry: Carry, batch: Batch) -> Stepped:
     """As in Flax's own examples: computes everything, then keeps or drops it by `where`."""
-
-    def step(carry: Carry, batch: Batch) -> tuple[Carry, jax.Array]:
-        params, old = carry["params"], carry["opt_state"]
-        gradient = carry["scale"].value_and_grad(loss_fn, has_aux=True)
-        scale, finite, (loss, state), grads = gradient(params, carry["state"], batch)
-        updates, opt_state = optimizer.update(grads, old, params)
-        new = {"params": optax.apply_updates(params, updates), "opt_state": opt_state}
-        kept = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, {key: carry[key] for key in new})
-        return {**kept, "state": state, "scale": scale}, loss
-
-    return step
+    params, old = carry["params"], carry["opt_state"]
+    gradient = carry["scale"].value_and_grad(loss_fn, has_aux=True)
+    scale, finite, (loss, state), grads = gradient(params, carry["state"], batch)
+    updates, opt_state = optimizer.update(grads, old, params)
+    new = {"params": optax.apply_updates(params, updates), "opt_state": opt_state}
+    kept = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, {key: carry[key] for key in new})
+    return {**kept, "state": state, "scale": scale}, loss
 
 
-_lean_step = functools.partial(_mpjax_step, scaled=False)
-_STEPS: dict[str, Callable[..., Step]] = {
+_STEPS: dict[str, Callable[..., Stepped]] = {
     "none": _plain_step,
     "lean": _lean_step,
     "mpjax": _mpjax_step,
