@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import tomllib
 from importlib.metadata import version
 from typing import Any
 
@@ -53,36 +54,7 @@ class Script:
     examples: int = 64
 
 
-FLAX, TOYS, NOTEBOOKS = "flax/examples", "flax/examples/nnx_toy_examples", "optax/examples"
 HUGGING_FACE = "transformers/examples/flax"
-EQUINOX, DIFFRAX = "equinox/docs/examples", "diffrax/docs/examples"
-_ACCURACY, _LOSS = r"Test set accuracy (\S+)", r"[lL]oss(?:: | ?= ?)([^\s,]+)"
-_EPOCHS = ("num_epochs = 10\n", "num_epochs = 3\n")
-_TOTAL = (("total_steps = 10_000", "total_steps = 1_001"),)
-_KEEP_FLAGS = ("['XLA_FLAGS'] = '", "['XLA_FLAGS'] += ' ")  # or XLA would not dump the HLO
-_SEED = ("seed=5678", "seed=SEED")
-_PPO = (("5e5", "2048"), ("PRNGKey(30)", "PRNGKey(SEED)"))
-_SMALL = {
-    "vocab_size": 40,
-    "max_corpus_chars": 1000,
-    "per_device_batch_size": 8,
-    "num_train_steps": 12,
-    "num_eval_steps": 2,
-    "num_predict_steps": 1,
-    "eval_every_steps": 6,
-    "warmup_steps": 4,
-    "max_target_length": 32,
-    "max_eval_target_length": 32,
-    "max_predict_length": 16,
-    "num_layers": 2,
-    "qkv_dim": 32,
-    "emb_dim": 32,
-    "mlp_dim": 64,
-    "num_heads": 2,
-    "save_checkpoints": False,
-    "restore_checkpoints": False,
-    "seed": "SEED",
-}
 
 
 def _flags(**options: Any) -> tuple[str, ...]:
@@ -104,185 +76,21 @@ def _hugging_face(model: str, file: str = "corpus.txt") -> tuple[str, ...]:
     return *names, *files, "--do_train", "--do_eval", *sizes, *others
 
 
-SCRIPTS = {
-    "JAX mnist_classifier": Script("jax/examples/mnist_classifier.py", _ACCURACY, (_EPOCHS,), bfloat16=True),
-    "JAX mnist_vae": Script(
-        "jax/examples/mnist_vae.py", r"(?m)^ *\d+ (-\S+) \(", (("num_epochs = 100", "num_epochs = 4"),), bfloat16=True
-    ),
-    "JAX mnist_classifier_fromscratch": Script("jax/examples/mnist_classifier_fromscratch.py", _ACCURACY, (_EPOCHS,)),
-    "JAX spmd_mnist_classifier_fromscratch": Script(
-        "jax/examples/spmd_mnist_classifier_fromscratch.py", _ACCURACY, (_EPOCHS,)
-    ),
-    "Flax 02_lifted_transforms": Script(f"{TOYS}/02_lifted_transforms.py", _LOSS, _TOTAL, bfloat16=True),
-    "Flax 03_train_state": Script(f"{TOYS}/03_train_state.py", _LOSS, _TOTAL),
-    "Flax 04_data_parallel_with_jit": Script(
-        f"{TOYS}/04_data_parallel_with_jit.py", _LOSS, (("dataset(1000, 16)", "dataset(401, 16)"), _KEEP_FLAGS)
-    ),
-    "Flax 07_array_leaves": Script(f"{TOYS}/07_array_leaves.py", _LOSS, _TOTAL, bfloat16=True),
-    "Flax 10_fsdp_and_optimizer": Script(
-        f"{TOYS}/10_fsdp_and_optimizer.py", _LOSS, (("num_steps=10_000", "num_steps=1_001"), _KEEP_FLAGS)
-    ),
-    "Haiku mnist": Script(
-        "dm-haiku/examples/mnist.py",
-        r"'test', 'accuracy': '(\S+)'",
-        (("range(3001)", "range(101)"), ("batch_size=1_000)", "batch_size=100)"), ("=10_000)", "=100)")),
-        bfloat16=True,
-    ),
-    "Haiku vae": Script(
-        "dm-haiku/examples/vae.py",
-        r"'elbo': ([^}]+)",
-        (("training_steps: int = 5000", "training_steps: int = 41"), ("every: int = 100", "every: int = 20")),
-        ("--verbosity=0",),
-        bfloat16=True,
-    ),
-    "Haiku transformer": Script(
-        "dm-haiku/examples/transformer/train.py",
-        r"'loss': ([^,}]+)",
-        (("10**6", "41"), ("LOG_EVERY = 50", "LOG_EVERY = 20"), ("NUM_LAYERS = 6", "NUM_LAYERS = 2")),
-        ("--verbosity=0", "--dataset_path=HERE/corpus.txt"),
-        bfloat16=True,
-    ),
-    "optax flax_example": Script(f"{NOTEBOOKS}/flax_example.ipynb"),
-    "optax freezing_parameters": Script(f"{NOTEBOOKS}/freezing_parameters.ipynb"),
-    "optax gradient_accumulation": Script(f"{NOTEBOOKS}/gradient_accumulation.ipynb"),
-    "optax lbfgs": Script(f"{NOTEBOOKS}/lbfgs.ipynb"),
-    "optax meta_learning": Script(f"{NOTEBOOKS}/meta_learning.ipynb", sizes=(("range(2000)", "range(50)"),)),
-    "optax sam": Script(f"{NOTEBOOKS}/contrib/sam.ipynb", sizes=(("T = 8000", "T = 200"),)),
-    "optax ogda_example": Script(f"{NOTEBOOKS}/ogda_example.ipynb", sizes=(("10**4", "500"),)),
-    "optax perturbations": Script(f"{NOTEBOOKS}/perturbations.ipynb", sizes=(("steps = 200", "steps = 20"),)),
-    "Equinox train_rnn": Script(
-        f"{EQUINOX}/train_rnn.ipynb", _LOSS, (("size=10000", "size=1000"), ("=200", "=60"), _SEED), bfloat16=True
-    ),
-    "Equinox frozen_layer": Script(f"{EQUINOX}/frozen_layer.ipynb", sizes=(("steps=1000", "steps=100"), _SEED)),
-    "Equinox stateful": Script(f"{EQUINOX}/stateful.ipynb", sizes=(("seed = 5678", "seed = SEED"),)),
-    "Diffrax neural_ode": Script(
-        f"{DIFFRAX}/neural_ode.ipynb", _LOSS, (("(500, 500)", "(20, 20)"), ("every=100", "every=10"), _SEED)
-    ),
-    "Diffrax latent_ode": Script(
-        f"{DIFFRAX}/latent_ode.ipynb",
-        _LOSS,
-        (
-            ("size=10000", "size=256"),
-            ("size=256", "size=32"),
-            ("steps=250", "steps=11"),
-            ("every=50", "every=5"),
-            _SEED,
-        ),
-    ),
-    "Diffrax neural_cde": Script(
-        f"{DIFFRAX}/neural_cde.ipynb", _LOSS, (("size=256", "size=64"), ("steps=20", "steps=5"), _SEED), bfloat16=True
-    ),
-    "PureJaxRL ppo": Script("purejaxrl/purejaxrl/ppo.py", r"return=(\S+)", _PPO, bfloat16=True),
-    "Flax mnist": Script(
-        f"{FLAX}/mnist/main.py", r"test_loss: ([^,]+)", args=_config(num_epochs=4, batch_size=16), bfloat16=True
-    ),
-    "Flax vae": Script(f"{FLAX}/vae/main.py", r"BCE: ([^,]+)", args=_config(num_epochs=2, batch_size=16)),
-    "Flax imagenet": Script(
-        f"{FLAX}/imagenet/main.py",
-        r"eval epoch: 0, loss: ([^,]+)",
-        args=_config(model="_ResNet1", batch_size=2, num_train_steps=2, steps_per_eval=2, profile=False),
-        examples=4,
-    ),
-    "Flax seq2seq": Script(
-        f"{FLAX}/seq2seq/train.py",
-        r" loss=(\S+)",
-        args=_flags(num_train_steps=61, hidden_size=32, batch_size=16, decode_frequency=20, verbosity=0),
-        bfloat16=True,
-    ),
-    "Flax sst2": Script(
-        f"{FLAX}/sst2/main.py",
-        r"eval.* loss (\S+)",
-        args=_config(num_epochs=2, batch_size=16, hidden_size=32, embedding_size=32, seed="SEED"),
-    ),
-    "Flax nlp_seq": Script(
-        f"{FLAX}/nlp_seq/train.py",
-        r"loss: (\S+)",
-        args=_flags(
-            train="HERE/pos.conllu",
-            dev="HERE/pos.conllu",
-            batch_size=16,
-            num_train_steps=31,
-            eval_frequency=15,
-            max_length=16,
-            random_seed="SEED",
-            model_dir="HERE/out",
-            verbosity=0,
-        ),
-    ),
-    "Flax lm1b": Script(
-        f"{FLAX}/lm1b/main.py",
-        r"train_loss.?=([^,\s]+)",
-        args=_config(**_SMALL, use_bfloat16=False, eval_per_device_batch_size=8),
-    ),
-    "Flax wmt": Script(
-        f"{FLAX}/wmt/main.py",
-        r"train_loss.?=([^,\s]+)",
-        args=_config(**_SMALL, use_mixed_precision=False),
-        bfloat16=True,
-    ),
-    "Flax ogbg_molpcba": Script(
-        f"{FLAX}/ogbg_molpcba/main.py",
-        r"train_loss.?=([^,\s]+)",
-        args=(
-            "--config=REPO/configs/test.py",
-            "--config.latent_size=32",
-            "--config.batch_size=8",
-            "--workdir=HERE/out",
-            "--verbosity=0",
-        ),
-    ),
-    "Haiku rnn": Script(
-        "dm-haiku/examples/rnn/train.py",
-        r"loss.?: ([^,}]+)",
-        args=_flags(
-            training_steps=41,
-            evaluation_interval=20,
-            sampling_interval=20,
-            hidden_size=32,
-            sequence_length=16,
-            sample_length=8,
-            train_batch_size=4,
-            eval_batch_size=4,
-            seed="SEED",
-            verbosity=0,
-        ),
-    ),
-    "Hugging Face run_clm_flax": Script(
-        f"{HUGGING_FACE}/language-modeling/run_clm_flax.py",
-        r"Loss: ([^\s,)]+)",
-        args=(*_hugging_face("gpt2"), "--block_size=32"),
-        bfloat16=True,
-    ),
-    "Hugging Face run_mlm_flax": Script(
-        f"{HUGGING_FACE}/language-modeling/run_mlm_flax.py",
-        r"Loss: ([^\s,)]+)",
-        args=(*_hugging_face("bert"), "--max_seq_length=32"),
-    ),
-    "Hugging Face run_flax_glue": Script(
-        f"{HUGGING_FACE}/text-classification/run_flax_glue.py",
-        r"Loss: ([^\s,)]+)",
-        args=(
-            *_hugging_face("bert", "corpus.csv"),
-            *_flags(model_name_or_path="MODELS/bert", max_seq_length=32, eval_steps=40),
-        ),
-        bfloat16=True,
-    ),
-}
+def _read(entry: dict[str, Any], settings: dict[str, Any]) -> Script:
+    """A script of the table."""
+    config = settings.get(entry.pop("like", ""), {}) | entry.pop("config", {})
+    args = [
+        *(_hugging_face(**entry.pop("hugging_face")) if "hugging_face" in entry else ()),
+        *_flags(**entry.pop("flags", {})),
+        *(_config(**config) if config else ()),
+        *entry.pop("args", ()),
+    ]
+    return Script(args=tuple(args), sizes=tuple(entry.pop("sizes", {}).items()), **entry)
 
-LEFT_OUT = {
-    "JAX resnet50": "it is no longer in the repository",
-    "JAX differentially_private_sgd": "it needs dp_accounting",
-    "Flax ppo": "it needs Atari's emulator",
-    "Flax 01_functional_api": "it changes a variable of another trace, which Flax 0.12 refuses",
-    "Flax 05_vae, Equinox mnist, score_based_diffusion, deep_convolutional_gan": "they download their data",
-    "Haiku impala": "it needs bsuite",
-    "Haiku imagenet": "it evaluates on at least 10,000 images of 224 × 224 pixels, too many for this CPU",
-    "Hugging Face run_t5_mlm_flax": "Transformers calls jnp.clip with an argument that JAX no longer has",
-    "Hugging Face run_image_classification": "it reads with torchvision, whose build must match that of torch",
-    "big_vision": "its input pipeline reads files of tensorflow_datasets, which mocked data sets do not have",
-    "optax muon, rosenbrock_ademamix": "they train nothing with a matmul",
-    "optax mlp_mnist, lookahead_mnist, cifar10_resnet": "they read with grain, which mocked data sets do not serve",
-}
+
+_TABLE = tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text())
+SCRIPTS = {name: _read(entry, _TABLE["settings"]) for name, entry in _TABLE["scripts"].items()}
+LEFT_OUT = _TABLE["left_out"]
 
 
 def entry_of(script: Script) -> str:
