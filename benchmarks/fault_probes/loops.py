@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from flax import nnx
 from flax.linen import fp8_ops
+from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import AxisType, PartitionSpec
 
 import mpjax
@@ -22,14 +23,10 @@ from benchmarks.loss_scaling_forms import forms
 from testing import cheap_keys
 
 from .fault import Fault, Probe, does_not_run
-from .scaling import SCALERS, Mpjax, Scaler, over_forms, over_scalers
+from .scaling import Mpjax, Scaler, over_forms, over_scalers
 
 X = jnp.ones((4, 2))
 BAD = X.at[0, 0].set(jnp.inf)
-
-
-def mpjax_tx(inner: Any = None, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
-    return mpjax.dynamic_loss_scale(optax.sgd(0.1) if inner is None else inner, **kwargs)
 
 
 def fp8_values_are_divided(scaler: Scaler) -> bool:
@@ -57,7 +54,7 @@ class Normalised(nnx.Module):
 
 def live_state_is_no_snapshot(select: Callable[[Any, Any, Any], Any]) -> bool:
     """`old = nnx.state(model)`, a step that overflows, and restoring the old state; an error is as good."""
-    model, tx = nnx.jit(Normalised)(), mpjax_tx()
+    model, tx = nnx.jit(Normalised)(), mpjax.dynamic_loss_scale(optax.sgd(0.1))
     old = nnx.state(model, nnx.BatchStat)
     opt_state = jax.jit(lambda grads, params: tx.update(grads, tx.init(params), params)[1])(BAD, X)
     nnx.jit(lambda norm: norm(BAD))(model.norm)
@@ -70,7 +67,7 @@ def live_state_is_no_snapshot(select: Callable[[Any, Any, Any], Any]) -> bool:
 
 def members_are_mixed_up(select: Callable[[Any, Any, Any], Any]) -> bool:
     """Two members of an ensemble, as many as features; the second one was skipped."""
-    tx = mpjax_tx()
+    tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
 
     @jax.jit
     def kept(grads: jax.Array, new: jax.Array, old: jax.Array) -> Any:
@@ -144,6 +141,12 @@ def signature_is_lost(function: Callable[..., Any]) -> bool:
     return all("Callable[..., " in str(s.__annotations__.get("return", "Callable[..., ")) for s in signatures)
 
 
+def _mpx_signature_is_lost() -> bool:
+    import mpx
+
+    return signature_is_lost(mpx.filter_value_and_grad)
+
+
 FAULTS = [
     Fault("new values of Flax's FP8 collection are divided by the loss scale", over_scalers(fp8_values_are_divided)),
     Fault("a live NNX state is taken for a snapshot of the old one", over_selectors(live_state_is_no_snapshot)),
@@ -152,26 +155,14 @@ FAULTS = [
     Fault("Adam on half params, without master weights, fails in a scan over steps", over_forms(half_params_fail)),
     Fault(
         "Equinox models with static leaves can not be differentiated",
-        {name: functools.partial(equinox_fails, make()) for name, make in SCALERS.items() if name != "jmp"},
+        {name: probe for name, probe in over_scalers(equinox_fails).items() if name != "jmp"},
     ),
     Fault(
         "type checkers lose the arguments of the function that it returns",
         {
             "mpjax": lambda: signature_is_lost(mpjax.value_and_grad) or signature_is_lost(mpjax.scale_loss),
-            "Flax": lambda: _flax_signature_is_lost(),
-            "mixed-precision-for-JAX": lambda: _mpx_signature_is_lost(),
+            "Flax": lambda: signature_is_lost(DynamicScale.value_and_grad),
+            "mixed-precision-for-JAX": _mpx_signature_is_lost,
         },
     ),
 ]
-
-
-def _flax_signature_is_lost() -> bool:
-    from flax.training.dynamic_scale import DynamicScale
-
-    return signature_is_lost(DynamicScale.value_and_grad)
-
-
-def _mpx_signature_is_lost() -> bool:
-    import mpx
-
-    return signature_is_lost(mpx.filter_value_and_grad)

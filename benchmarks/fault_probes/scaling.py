@@ -32,6 +32,7 @@ class Scaler(abc.ABC):
     """One library's dynamic loss scaling, without an optimizer."""
 
     has_minimum: ClassVar[bool] = True
+    field: ClassVar[str] = "loss_scale"  # of the state, which holds the scale
 
     @abc.abstractmethod
     def init(self, scale: float | None = None, interval: int = 2000) -> Any:
@@ -41,15 +42,12 @@ class Scaler(abc.ABC):
     def step(self, state: Any, loss_fn: Loss, params: Any) -> tuple[jax.Array, Any, Any]:
         """The loss, the gradients and the new state."""
 
-    @abc.abstractmethod
     def scale(self, state: Any) -> float:
         """The loss scale of a state."""
+        return float(getattr(state, self.field))
 
 
 class Mpjax(Scaler):
-    def __init__(self) -> None:
-        self.tx = mpjax.dynamic_loss_scale(optax.identity(), min_scale=MIN_SCALE)
-
     def init(self, scale: float | None = None, interval: int = 2000) -> Any:
         options: dict[str, Any] = {} if scale is None else {"init_scale": scale}
         self.tx = mpjax.dynamic_loss_scale(optax.identity(), growth_interval=interval, min_scale=MIN_SCALE, **options)
@@ -59,11 +57,10 @@ class Mpjax(Scaler):
         loss, grads = mpjax.value_and_grad(loss_fn, state)(params)
         return loss, grads, self.tx.update(grads, state, params, value=loss)[1]
 
-    def scale(self, state: Any) -> float:
-        return float(state.loss_scale)
-
 
 class Flax(Scaler):
+    field = "scale"
+
     def init(self, scale: float | None = None, interval: int = 2000) -> Any:
         options: dict[str, Any] = {} if scale is None else {"scale": scale}
         return DynamicScale(growth_interval=interval, minimum_scale=MIN_SCALE, **options)
@@ -71,9 +68,6 @@ class Flax(Scaler):
     def step(self, state: Any, loss_fn: Loss, params: Any) -> tuple[jax.Array, Any, Any]:
         state, _, loss, grads = state.value_and_grad(loss_fn)(params)
         return loss, grads, state
-
-    def scale(self, state: Any) -> float:
-        return float(state.scale)
 
 
 class Jmp(Scaler):
@@ -87,11 +81,10 @@ class Jmp(Scaler):
         grads = state.unscale(grads)
         return state.unscale(scaled), grads, state.adjust(jmp.all_finite(grads))
 
-    def scale(self, state: Any) -> float:
-        return float(state.loss_scale)
-
 
 class Mpx(Scaler):
+    field = "loss_scaling"
+
     def init(self, scale: float | None = None, interval: int = 2000) -> Any:
         import mpx
 
@@ -103,12 +96,9 @@ class Mpx(Scaler):
         loss, state, _, grads = mpx.filter_value_and_grad(loss_fn, state)(params)
         return loss, grads, state
 
-    def scale(self, state: Any) -> float:
-        return float(state.loss_scaling)
-
 
 class Jaxamp(Scaler):
-    has_minimum = False
+    has_minimum, field = False, "scaler"
 
     def init(self, scale: float | None = None, interval: int = 2000) -> Any:
         import jaxamp
@@ -122,26 +112,19 @@ class Jaxamp(Scaler):
         state, (loss, grads) = jaxamp.dynamic_scale_value_and_grad(loss_fn)(params, dynamic_scaler_state=state)
         return loss, grads, state
 
-    def scale(self, state: Any) -> float:
-        return float(state.scaler)
 
-
-SCALERS: dict[str, type[Scaler]] = {
-    "mpjax": Mpjax,
-    "Flax": Flax,
-    "jmp": Jmp,
-    "mixed-precision-for-JAX": Mpx,
-    "jaxamp": Jaxamp,
+SCALERS: dict[str, Scaler] = {
+    "mpjax": Mpjax(),
+    "Flax": Flax(),
+    "jmp": Jmp(),
+    "mixed-precision-for-JAX": Mpx(),
+    "jaxamp": Jaxamp(),
 }
 
 
 def over_scalers(probe: Callable[[Scaler], bool]) -> dict[str, Probe]:
     """The probe for every library's scaler."""
-    return {name: functools.partial(_probe_instance, probe, make) for name, make in SCALERS.items()}
-
-
-def _probe_instance(probe: Callable[[Scaler], bool], make: type[Scaler]) -> bool:
-    return probe(make())
+    return {name: functools.partial(probe, scaler) for name, scaler in SCALERS.items()}
 
 
 FORMS = {
