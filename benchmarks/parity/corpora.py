@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import calendar
 import datetime
-import functools
-from collections.abc import Callable
 
 import numpy as np
 
@@ -67,12 +65,6 @@ def _pairs(sources: list[list[int]], targets: list[list[int]]) -> dict[str, np.n
     target = np.array(targets, np.int32)
     shifted = np.concatenate([np.full((len(target), 1), START, np.int32), target[:, :-1]], 1)
     return {"source": np.array(sources, np.int32), "shifted": shifted, "target": target}
-
-
-@functools.cache
-def held_out(pairs: Callable[[np.random.Generator, int], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Pairs of one of the corpora, drawn with a seed that no training uses."""
-    return pairs(np.random.default_rng(10**6), 512)
 
 
 def sequence_accuracy(predicted: np.ndarray, test: dict[str, np.ndarray]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,7 +54,7 @@ class Family:
             variables that are not parameters (batch statistics).
         example: Maps a batch to the arguments that initialise each model.
         batch: Draws a training batch.
-        test: The held-out data.
+        test: Draws the held-out data, which `held_out` keeps.
         predict: Maps models and the held-out data to the inputs of `score`; runs under the policy.
         score: Maps predictions and the held-out data to the metric; in NumPy, outside the policy.
         optimizer: The optimizer of each model, for a number of updates.
@@ -77,6 +78,11 @@ class Family:
     steps: int
     prepare: Callable[[Models, Batch], Batch] | None = None
     passes: int = 1
+
+    @functools.cached_property
+    def held_out(self) -> Batch:
+        """The held-out data."""
+        return self.test()
 
 
 def adam(peak: float, clip: float | None = None) -> Callable[[int], optax.GradientTransformation]:

@@ -84,12 +84,6 @@ def with_targets(scene: Scene) -> Scene:
     return {"image": scene["image"], "classes": classes, "offsets": offsets}
 
 
-@functools.cache
-def held_out() -> Scene:
-    """Scenes of digits that no training scene has."""
-    return scenes(np.random.default_rng(0), 192, train=False)
-
-
 def average_precision(predicted: tuple[np.ndarray, np.ndarray], test: Scene) -> float:
     """Mean average precision over the classes at an overlap of 0.5, in percent.
 
@@ -152,7 +146,7 @@ def detector(name: str, model: nn.Module, loss: Loss, scores: Callable[[jax.Arra
         losses={MODEL: loss},
         example=lambda batch: {MODEL: (batch["image"],)},
         batch=lambda rng: with_targets(scenes(rng, 16)),
-        test=held_out,
+        test=lambda: scenes(np.random.default_rng(0), 192, train=False),  # of digits that no training scene has
         predict=predict,
         score=average_precision,
         optimizer=adam(peak, clip=5.0),

@@ -101,7 +101,7 @@ class Training:
 
     def metric(self, state: State) -> float:
         """The held-out metric."""
-        test = self.family.test()
+        test = self.family.held_out
         return self.family.score(jax.tree.map(np.asarray, self._predict(state["variables"], test)), test)
 
     def _for_use(self, variables: Any) -> Models:

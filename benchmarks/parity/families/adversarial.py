@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -54,7 +52,6 @@ def batch(rng: np.random.Generator) -> Batch:
     }
 
 
-@functools.cache
 def held_out() -> Batch:
     latent = np.random.default_rng(10**6).normal(size=(1024, LATENT)).astype(np.float32)
     return {"latent": latent, "image": digits(1200)[1]["image"]}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -96,11 +94,6 @@ def mask_rcnn_loss(models: Models, batch: Batch) -> tuple[jax.Array, dict[str, j
     return jnp.sum(each * batch["present"]) / jnp.sum(batch["present"]), {}
 
 
-@functools.cache
-def held_out_regions() -> Batch:
-    return regions(np.random.default_rng(0), 192, train=False)
-
-
 def mask_iou(masks: np.ndarray, test: Batch) -> float:
     """Mean intersection over union of the masks, in percent."""
     found, true = np.asarray(masks) > 0, test["mask"] > 0
@@ -119,7 +112,7 @@ def mask_rcnn() -> Family:
         losses={MODEL: mask_rcnn_loss},
         example=lambda batch: {MODEL: (batch["image"], batch["box"])},
         batch=lambda rng: regions(rng, 16),
-        test=held_out_regions,
+        test=lambda: regions(np.random.default_rng(0), 192, train=False),
         predict=lambda models, test: models(test["image"], test["box"])[1],
         score=mask_iou,
         optimizer=adam(3e-3, clip=5.0),

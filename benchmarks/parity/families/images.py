@@ -156,11 +156,6 @@ def mosaics(rng: np.random.Generator, count: int, train: bool = True) -> Batch:
     return {"image": images, "label": labels}
 
 
-@functools.cache
-def held_out_mosaics() -> Batch:
-    return mosaics(np.random.default_rng(0), 96, train=False)
-
-
 def mean_iou(predicted: np.ndarray, test: Batch) -> float:
     """Intersection over union of the classes' pixels, their mean in percent."""
     found, true = np.asarray(predicted), test["label"]
@@ -178,7 +173,7 @@ def unet() -> Family:
         losses={MODEL: stateless(lambda models, batch: cross_entropy(models(batch["image"]), batch["label"]))},
         example=lambda batch: {MODEL: (batch["image"],)},
         batch=lambda rng: mosaics(rng, 8),
-        test=held_out_mosaics,
+        test=lambda: mosaics(np.random.default_rng(0), 96, train=False),
         predict=lambda models, test: jnp.argmax(models(test["image"]), -1),
         score=mean_iou,
         optimizer=adam(5e-3),

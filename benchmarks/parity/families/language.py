@@ -71,7 +71,6 @@ def bert_loss(models: Models, batch: Batch) -> tuple[jax.Array, dict[str, jax.Ar
     return batch["pretraining"] * masked + (1 - batch["pretraining"]) * tuning, {}
 
 
-@functools.cache
 def held_out_pieces() -> Batch:
     text, label = pieces(np.random.default_rng(0), 1024, train=False)
     return {"text": text, "label": label}
@@ -124,11 +123,6 @@ def nats(models: Models, text: jax.Array) -> jax.Array:
     return cross_entropy(models(text[:, :-1]), text[:, 1:])
 
 
-@functools.cache
-def held_out_windows() -> np.ndarray:
-    return windows(np.random.default_rng(0), manual()[1], 128, 96)
-
-
 def of_manual(name: str, model: nn.Module, count: int, length: int, peak: float, steps: int) -> Family:
     """The family of a model of characters."""
     return Family(
@@ -140,7 +134,7 @@ def of_manual(name: str, model: nn.Module, count: int, length: int, peak: float,
         losses={MODEL: stateless(nats)},
         example=lambda batch: {MODEL: (batch[:, :-1],)},
         batch=lambda rng: windows(rng, manual()[0], count, length + 1),
-        test=held_out_windows,
+        test=lambda: windows(np.random.default_rng(0), manual()[1], 128, 96),
         predict=lambda models, test: nats(models, test) / jnp.log(2.0),
         score=as_float,
         optimizer=adam(peak, clip=1.0),

@@ -262,7 +262,6 @@ def graph_batch(rng: np.random.Generator) -> Batch:
     return {"nodes": nodes + noise, "edges": edges[:, kept], "label": labels, "known": known()}
 
 
-@functools.cache
 def unlabelled() -> Batch:
     nodes, labels, edges = neighbours()
     return {"nodes": nodes, "edges": edges, "label": labels[~known()]}
