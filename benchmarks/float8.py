@@ -12,7 +12,6 @@ of them. Nothing runs, so nothing here says how fast a step is. Needs JAX's CUDA
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from typing import Any
 
@@ -22,12 +21,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mpjax
 from benchmarks import commands
+from benchmarks.sharded_steps import counted
+from mpjax.inspection import devices
 from mpjax.inspection.auditing.communication import collectives
 from mpjax.inspection.auditing.matmuls import matmuls_of
-from mpjax.inspection.profiling import hlo
-from mpjax.inspection.profiling.hlo import HloModule
 from mpjax.planning.target import NO_PLUGIN, TARGETS
-from mpjax.planning.traffic import FLOAT8_CALLS, HALF, bytes_of, kernels
+from mpjax.planning.traffic import summary
 from mpjax.program.graph import walk
 from perf.memory import program_bytes
 from perf.results import previous
@@ -96,25 +95,17 @@ def measured(name: str, form: str, policy: str, target: str) -> Row:
     """What the compiled step of a model does."""
     eligible, program = compiled(name, form, policy, target)
     text = program.as_text()
-    module = HloModule(text)
-    launched = kernels(module, module.entry)
-    instructions = hlo.instructions(module)
-    matmuls = [found for found in (instructions[k.name] for k in launched) if found.kind in hlo.ON_TENSOR_CORES]
-    moved: collections.Counter[str] = collections.Counter()
-    sent = 0
-    for c in collectives(text):
-        moved[f"{c.op} {c.dtype}"] += c.arrays
-        sent += c.bytes
+    found = summary(text, devices.DEVICES[TARGETS[target].key])
     return {
         "eligible": eligible,
-        "calls": len(FLOAT8_CALLS.findall(text)),
-        "half": sum(bool(found.dtypes) and found.dtypes <= HALF for found in matmuls),
-        "matmuls": len(matmuls),
-        "bytes": bytes_of(launched),
-        "kernels": sum(kernel.times for kernel in launched),
+        "calls": found["float8_matmuls"],
+        "half": found["half_matmuls"],
+        "matmuls": found["compiled_matmuls"],
+        "bytes": found["bytes_moved"],
+        "kernels": found["kernels"],
         "planned_bytes": program_bytes(program),
-        "collectives": dict(moved),
-        "sent_bytes": sent,
+        "collectives": dict(counted(program)),
+        "sent_bytes": sum(row.bytes for row in collectives(text)),
     }
 
 
