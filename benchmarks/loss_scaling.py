@@ -56,6 +56,7 @@ KEEP_MEMORY = {
 }
 
 Row = dict[str, Any]
+Compile = Callable[[Form, Any, jax.Array, jax.Array], tuple[Any, Any]]
 
 
 def init_params(widths: tuple[int, ...]) -> list[jax.Array]:
@@ -76,65 +77,56 @@ def loss_in(dtype: str) -> Loss:
     return loss_fn
 
 
-def advance(compiled: Any, carried: dict[str, Any], name: str, batch: tuple[jax.Array, jax.Array]) -> Any:
-    """One step of the form `name`, from the state that its last step returned (donated buffers are gone)."""
-    params, state, loss = compiled(*carried[name], *batch)
-    carried[name] = (params, state)
-    return params, state, loss
+def compiled(form: Form, params: Any, x: jax.Array, y: jax.Array, donate: bool) -> tuple[Any, Any]:
+    """A form's step and its arguments."""
+    args = (params, form.init(params), x, y)
+    return jax.jit(form.step, donate_argnums=(0, 1) if donate else ()).lower(*args).compile(), args
 
 
-def measure(widths: tuple[int, ...], batch: int, dtype: str, rounds: int, donate: bool) -> dict[str, Row]:
-    """Step time and XLA's temporary bytes for each form, or the error of a form that fails."""
+def measure(
+    widths: tuple[int, ...], batch: int, dtype: str, rounds: int, compile_step: Compile, *only: str
+) -> tuple[dict[str, Row], dict[str, Any]]:
+    """Step time and XLA's temporary bytes for each form, or the error of a form that fails; and the compiled steps.
+
+    Args:
+        widths, batch, dtype: Of the MLP.
+        rounds: Timed rounds.
+        compile_step: Compiles the step of a form; returns it with its arguments.
+        *only: The names of the forms; by default all.
+    """
     x = jax.random.normal(jax.random.key(1), (batch, widths[0]))
     y = jax.random.normal(jax.random.key(2), (batch, widths[-1]))
-    carried: dict[str, Any] = {}
-    runs: dict[str, Callable[[], Any]] = {}
     rows: dict[str, Row] = {}
+    steps: dict[str, Any] = {}
+    runs: dict[str, Callable[[], Any]] = {}
     found = forms(optax.adam(1e-3), loss_in(dtype))
-    for name, form in found.items():
+    for name in only or found:
         try:
-            params = init_params(widths)
-            carried[name] = (params, form.init(params))
-            compiled, bytes_used = compile_step(form, (*carried[name], x, y), donate)
+            steps[name], args = compile_step(found[name], init_params(widths), x, y)
         except Exception as error:  # the row says that this peer fails
             rows[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
             continue
-        rows[name] = {"temporary_bytes": bytes_used}
-        runs[name] = functools.partial(advance, compiled, carried, name, (x, y))
-    for name, row in timed(runs, rounds).items():
-        rows[name] |= row
-    return rows
-
-
-def timed(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Row]:
-    """The time of each run, and its ratio to that of the first one."""
+        rows[name] = {"temporary_bytes": steps[name].memory_analysis().temp_size_in_bytes}
+        runs[name] = functools.partial(_advance, steps[name], [*args])
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
-    return ratios(interleaved(runs, rounds, clock=clock), next(iter(runs)))
+    for name, row in ratios(interleaved(runs, rounds, clock=clock), next(iter(runs))).items():
+        rows[name] |= row
+    return rows, steps
 
 
-def compile_step(form: Form, args: tuple[Any, ...], donate: bool) -> tuple[Any, int]:
-    """The compiled step and its temporary bytes."""
-    compiled: Any = jax.jit(form.step, donate_argnums=(0, 1) if donate else ()).lower(*args).compile()
-    return compiled, compiled.memory_analysis().temp_size_in_bytes
+def _advance(step: Any, args: list[Any]) -> Any:
+    """One step from the params and the state that the last one returned (donated buffers are gone)."""
+    *args[:2], loss = step(*args)
+    return args[:2], loss
 
 
 def measure_sharded(widths: tuple[int, ...], dtype: str, rounds: int) -> dict[str, Row]:
-    """The rows of `measure` for sharded, donated steps with a small batch, and the collectives that each form adds."""
-    x, y = jnp.ones((8, widths[0])), jnp.ones((8, widths[-1]))
-    return sharded_steps.measure(init_params(widths), loss_in(dtype), x, y, functools.partial(timed, rounds=rounds))
-
-
-@functools.cache
-def total_units(form: str, donate: bool, layers: int = 16, width: int = 256) -> float:
-    """Memory of a step of Adam, in units of its float32 parameters: arguments, results and temporary bytes."""
-    found = forms(optax.adam(1e-3), loss_in("float16"))[form]
-    params = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers
-    batch = jax.ShapeDtypeStruct((2, width), jnp.float32)
-    args: Any = (params, jax.eval_shape(found.init, params), batch, batch)
-    compiled: Any = jax.jit(found.step, donate_argnums=(0, 1) if donate else ()).lower(*args).compile()
-    memory = compiled.memory_analysis()
-    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    return (total - memory.alias_size_in_bytes) / (4 * layers * width**2)
+    """The rows of sharded, donated steps with a small batch, and the collectives that each form adds."""
+    rows, steps = measure(widths, 8, dtype, rounds, sharded_steps.compiled, *sharded_steps.FORMS)
+    collectives = {name: sharded_steps.counted(step) for name, step in steps.items()}
+    for name, found in collectives.items():
+        rows[name]["added_collectives"] = dict(found - collectives[sharded_steps.FORMS[0]])
+    return rows
 
 
 def table(results: dict[str, dict[str, Row]]) -> str:
@@ -179,7 +171,8 @@ def main() -> None:
         name = f"{bound}, {dtype}, {donated}"
         # Long steps vary less from round to round.
         rounds = args.rounds if batch == 4 else max(args.rounds // 3, 2)
-        results[name] = measure(widths, batch, dtype, rounds, DONATED[donated])
+        compile_step = functools.partial(compiled, donate=DONATED[donated])
+        results[name], _ = measure(widths, batch, dtype, rounds, compile_step)
         print(f"{name}: { ({form: row.get('ratio') for form, row in results[name].items()}) }", file=sys.stderr)
         # An interrupted run keeps these results.
         commands.publish(file, results, table(results), args.out)

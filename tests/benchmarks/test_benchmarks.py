@@ -1,6 +1,7 @@
 """The benchmarks run, interrupted runs continue, and their page names earlier and pending results."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -9,9 +10,11 @@ import runpy
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 from benchmarks import RESULTS, casting, faults, gpu, headlines, loss_scaling, report, sharded_steps
+from benchmarks.loss_scaling_forms import forms
 from benchmarks.training.cells import Cell, Results
 from benchmarks.training.configurations import CONFIGURATIONS, loss_function
 from benchmarks.training.dry_run import dry_run, is_known
@@ -23,6 +26,7 @@ from mpjax.inspection.profiling.hlo import HloModule
 from mpjax.planning import traffic
 from mpjax.planning.target import TARGETS
 from perf.environment import versions
+from perf.memory import program_bytes
 from testing import cheap_keys
 from testing.gpu_program import GPU_PROGRAM
 from testing.models.published import WORKLOADS
@@ -399,22 +403,33 @@ def test_mpjax_has_none_of_the_faults():
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the oldest XLA gathers weights as well")
 def test_a_sharded_step_adds_one_reduction_of_predicates_and_gathers_nothing():
-    steps = sharded_steps.compiled_steps(
-        loss_scaling.init_params((16, 16, 16)), loss_scaling.loss_in("float16"), jnp.ones((8, 16)), jnp.ones((8, 16))
-    )
-    plain = sharded_steps.counted(steps["no loss scaling"][0])
+    found, x = forms(optax.adam(1e-3), loss_scaling.loss_in("float16")), jnp.ones((8, 16))
+    params = loss_scaling.init_params((16, 16, 16))
+    steps = {name: sharded_steps.compiled(found[name], params, x, x)[0] for name in sharded_steps.FORMS}
+    plain = sharded_steps.counted(steps["no loss scaling"])
     assert {"all-gather float16", "all-reduce float32"} <= set(plain)
     for name in ("mpjax: apply_gradients", "mpjax: tx.update, apply_updates"):
-        assert set(sharded_steps.counted(steps[name][0]) - plain) == {"all-reduce bool"}
+        assert set(sharded_steps.counted(steps[name]) - plain) == {"all-reduce bool"}
+
+
+@functools.cache
+def total_units(form, donate, layers=16, width=256):
+    """Memory of a step of Adam, in units of its float32 parameters: arguments, results and temporary bytes."""
+    found = forms(optax.adam(1e-3), loss_scaling.loss_in("float16"))[form]
+    params = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers
+    batch = jax.ShapeDtypeStruct((2, width), jnp.float32)
+    args = (params, jax.eval_shape(found.init, params), batch, batch)
+    step = jax.jit(found.step, donate_argnums=(0, 1) if donate else ()).lower(*args).compile()
+    return program_bytes(step) / (4 * layers * width**2)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="with several devices, XLA would gather what this saves")
 @pytest.mark.parametrize(("donate", "most"), [(False, 7.25), (True, 5.1)])
 def test_memory_of_a_step_in_addition_to_adams(donate, most):
-    adam = loss_scaling.total_units("no loss scaling", donate=donate)
+    adam = total_units("no loss scaling", donate=donate)
     assert adam < most - 0.9
     for form in ("mpjax: apply_gradients", "mpjax: tx.update, apply_updates"):
-        assert loss_scaling.total_units(form, donate=donate) < most
+        assert total_units(form, donate=donate) < most
 
 
 def test_the_casting_table_has_the_error_over_casts_by_hand():
