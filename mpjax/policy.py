@@ -27,17 +27,8 @@ T = TypeVar("T")
 # are storage formats whose scale is stored elsewhere, so a plain cast would change their meaning.
 CASTABLE_DTYPES = frozenset(np.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64))
 
-_DTYPE_NAMES = {
-    "bf16": "bfloat16",
-    "f16": "float16",
-    "f32": "float32",
-    "f64": "float64",
-    "full": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "float32": "float32",
-    "float64": "float64",
-}
+_DTYPE_NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "full": "float32"}
+_DTYPE_NAMES |= {name: name for name in ("bfloat16", "float16", "float32", "float64")}
 # The formats of matmuls by the names that a policy accepts.
 _MATMUL_FORMATS = {name: format for format in reversed(SCALED.values()) for name in format.names}
 _KEYS = {"p": "params", "c": "compute", "m": "matmul", "o": "output", "r": "reduce"}
@@ -496,11 +487,6 @@ NAMED_POLICIES = {
     **{f"mixed_{x.name}": Policy("float32", x.compute, "float32", matmul_dtype=x.name) for x in SCALED.values()},
     "O0": _uniform("float32"),
     "O1": _MIXED_FLOAT16,
-    "O2": Policy(
-        "float16",
-        "float16",
-        "float32",
-        ((NORM, Policy("float32", "float16", "float16")),),
-    ),
+    "O2": Policy("float16", "float16", "float32", ((NORM, Policy("float32", "float16", "float16")),)),
     "O3": _uniform("float16"),
 }
