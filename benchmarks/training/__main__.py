@@ -27,9 +27,8 @@ from perf.environment import commit, versions
 from testing.models.published import WORKLOADS
 
 from .cells import Cell, Results
-from .configurations import CONFIGURATIONS, PLANNED
+from .configurations import CONFIGURATIONS, PLANNED, flops_per_example
 from .dry_run import dry_run
-from .flops import flops_per_example
 from .tables import dry_run_table, table
 from .variants import VARIANTS
 from .worker import shortened

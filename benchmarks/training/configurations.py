@@ -13,6 +13,7 @@ import optax
 from flax.training.dynamic_scale import DynamicScale
 
 import mpjax
+from testing.measures import matmuls
 from testing.models.published import Batch, Workload
 
 Carry = dict[str, Any]
@@ -190,3 +191,11 @@ _STEPS: dict[str, Callable[..., Stepped]] = {
     "mpjax": _mpjax_step,
     "flax": _flax_step,
 }
+
+
+def flops_per_example(workload: Workload) -> float:
+    """FLOPs of a step per example, without recomputation and dead code; a multiply-add counts as two."""
+    made = training(workload, CONFIGURATIONS["tf32"])
+    flops = sum(found.flops for found in matmuls(made.step, *made.abstract()))
+    jax.clear_caches()
+    return flops / workload.batch_size

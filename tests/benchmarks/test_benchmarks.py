@@ -16,9 +16,8 @@ import pytest
 from benchmarks import RESULTS, casting, faults, gpu, headlines, loss_scaling, report, sharded_steps
 from benchmarks.loss_scaling_forms import forms
 from benchmarks.training.cells import Cell, Results
-from benchmarks.training.configurations import CONFIGURATIONS, loss_function
+from benchmarks.training.configurations import CONFIGURATIONS, flops_per_example, loss_function
 from benchmarks.training.dry_run import dry_run, is_known
-from benchmarks.training.flops import flops_per_example
 from benchmarks.training.tables import dry_run_table, hand_written, ratio
 from benchmarks.training.worker import measure
 from mpjax.inspection.devices import DEVICES
