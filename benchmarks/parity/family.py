@@ -112,6 +112,14 @@ def draw(rng: np.random.Generator, data: Mapping[str, np.ndarray], size: int) ->
     return {name: values[rows] for name, values in data.items()}
 
 
+def split(data: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Random rows of arrays of equal length: seven of ten to train, the rest held out."""
+    order = np.random.default_rng(0).permutation(len(next(iter(data.values()))))
+    parts = np.split(order, [len(order) * 7 // 10])
+    train, held_out = ({name: values[rows] for name, values in data.items()} for rows in parts)
+    return train, held_out
+
+
 def accuracy(predicted: np.ndarray, test: Mapping[str, np.ndarray]) -> float:
     """Percentage of predicted classes that equal the labels."""
     return 100 * float(np.mean(np.asarray(predicted) == test["label"]))

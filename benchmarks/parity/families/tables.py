@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.parity.family import MODEL, Batch, Family, Models, accuracy, adam, cross_entropy, draw, stateless
+from benchmarks.parity.family import MODEL, Batch, Family, Models, accuracy, adam, cross_entropy, draw, split, stateless
 from benchmarks.parity.sources import digits, package_file, standard_library
 from testing.models.published.ncf import NeuMF
 
@@ -122,10 +122,7 @@ def employment() -> tuple[Batch, Batch]:
         "target": ((values - values.mean()) / values.std()).ravel().astype(np.float32),
         "unit": np.full(values.size, values.std(), np.float32),
     }
-    order = np.random.default_rng(0).permutation(values.size)
-    split = len(order) * 7 // 10
-    parts = [{name: column[rows] for name, column in table.items()} for rows in (order[:split], order[split:])]
-    return parts[0], parts[1]
+    return split(table)
 
 
 def log_employment(models: Models, batch: Batch) -> jax.Array:
@@ -186,16 +183,8 @@ def words() -> tuple[Batch, Batch]:
     lines = package_file("vaderSentiment", "vader_lexicon.txt").read_text(encoding="utf-8").splitlines()
     rated = [line.split("\t")[:2] for line in lines]
     kept = [(word, float(rating)) for word, rating in rated if word.isalpha() and word.isascii()]
-    order = np.random.default_rng(0).permutation(len(kept))
-    everything = {
-        "grams": np.array([grams(word) for word, _ in kept], np.int32)[order],
-        "label": np.array([rating > 0 for _, rating in kept], np.int32)[order],
-    }
-    split = len(kept) * 7 // 10
-    return (
-        {name: column[:split] for name, column in everything.items()},
-        {name: column[split:] for name, column in everything.items()},
-    )
+    codes, labels = [grams(word) for word, _ in kept], [rating > 0 for _, rating in kept]
+    return split({"grams": np.array(codes, np.int32), "label": np.array(labels, np.int32)})
 
 
 def sentiment() -> Family:
