@@ -189,16 +189,8 @@ def summary(row: dict[str, Any]) -> dict[str, int]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A Markdown table with a row for each layout, number of devices and form."""
-    header = [
-        "layout",
-        "devices",
-        "form",
-        "gathered, MB",
-        "of float32's",
-        "summed in float32, MB",
-        "summed in half, MB",
-    ]
-    header += ["predicates", "other, MB", "gradient error, one device", "all devices"]
+    header = ["layout", "devices", "form", "gathered, MB", "of float32's", "summed in float32, MB"]
+    header += ["summed in half, MB", "predicates", "other, MB", "gradient error, one device", "all devices"]
     lines = []
     for row in rows:
         found = summary(row)
