@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import importlib.resources
 import importlib.util
 import math
 import os
+from string import Template
 from typing import Any
 
 import jax
@@ -112,11 +114,17 @@ class Target:
         """
         if self.gpu is None:
             return _chips(f"{self.key.removeprefix('TPU ')}:{topology or _topology(self.chips, count)}", count)
-        major, minor = self.gpu.capability.split(".")
-        fpus = 64 if self.gpu.capability in ("7.0", "7.5", "8.0") else 128
-        bandwidth = int(self.bandwidth or DEVICES[self.key].bandwidth)
-        described = _GPU.format(target=self, gpu=self.gpu, major=major, minor=minor, fpus=fpus, bandwidth=bandwidth)
-        options = {"target_config": described, "topology": f"1x1x{count}"}
+        gpu, (major, minor) = self.gpu, self.gpu.capability.split(".")
+        # XLA's `GpuTargetConfigProto`. Without a version of CUDA (that of the plugin's libraries), XLA takes it for too
+        # old for some kernels.
+        described = Template(importlib.resources.files(__package__).joinpath("gpu.textproto").read_text("utf-8"))
+        filled = described.substitute(
+            {"name": self.name, "memory": self.memory_bytes, "major": major, "minor": minor},
+            fpus=64 if gpu.capability in ("7.0", "7.5", "8.0") else 128,
+            bandwidth=int(self.bandwidth or DEVICES[self.key].bandwidth),
+            **{name: getattr(gpu, name) for name in ("cores", "clock", "cache", "threads", "shared")},
+        )
+        options = {"target_config": filled, "topology": f"1x1x{count}"}
         try:
             return topologies.get_topology_desc(self.key.lower(), "cuda", **options).devices
         except NotImplementedError:  # no CUDA plugin is registered
@@ -151,38 +159,6 @@ def _chips(topology: str, count: int) -> list[jax.Device] | None:
 # a block may ask for; for others 2048 and 227.
 _THREADS = {"7.5": 1024, "8.6": 1536, "8.9": 1536, "12.0": 1536}
 _SHARED = {"7.0": 96, "7.5": 64, "8.0": 163, "8.6": 99, "8.9": 99, "12.0": 99}
-# XLA's `GpuTargetConfigProto`. Without a version of CUDA (that of the plugin's libraries), XLA takes it for too old for
-# some kernels.
-_GPU = """
-platform_name: "CUDA"
-device_description_str: "{target.name}"
-dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
-runtime_version {{ major: 12 minor: 9 patch: 0 }}
-gpu_device_info {{
-  cuda_compute_capability {{ major: {major} minor: {minor} }}
-  driver_version: "12.9.0"
-  dnn_version: "9.12.0"
-  runtime_version: "12.9.0"
-  compile_time_toolkit_version: "12.9.0"
-  core_count: {gpu.cores}
-  fpus_per_core: {fpus}
-  clock_rate_ghz: {gpu.clock}
-  l2_cache_size: {gpu.cache}
-  memory_bandwidth: {bandwidth}
-  device_memory_size: {target.memory_bytes}
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: {gpu.threads}
-  registers_per_block_limit: 65536
-  registers_per_core_limit: 65536
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {gpu.shared}
-  shared_memory_per_core: {gpu.shared}
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-}}
-"""
 # Multiprocessors and L2 caches are those of NVIDIA's white papers of each architecture; those of a B200 are in XLA's
 # description of it. The clocks are those at which the multiprocessors give the data sheet's rate in half.
 _MIB = 2**20
