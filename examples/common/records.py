@@ -182,30 +182,14 @@ def _feature_value(feature: Any) -> Any:
     return values[0] if len(values) == 1 else values or None
 
 
-_EXAMPLE = """
-name: "mpjax_examples.proto" package: "mpjax_examples" syntax: "proto3"
-message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
-message_type { name: "FloatList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
-message_type { name: "Int64List" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
-message_type { name: "Feature" oneof_decl { name: "kind" }
-  field { name: "bytes_list" number: 1 type_name: "BytesList" type: TYPE_MESSAGE oneof_index: 0 }
-  field { name: "float_list" number: 2 type_name: "FloatList" type: TYPE_MESSAGE oneof_index: 0 }
-  field { name: "int64_list" number: 3 type_name: "Int64List" type: TYPE_MESSAGE oneof_index: 0 } }
-message_type { name: "Features"
-  field { name: "feature" number: 1 type_name: "FeatureEntry" type: TYPE_MESSAGE label: LABEL_REPEATED }
-  nested_type { name: "FeatureEntry" options { map_entry: true } field { name: "key" number: 1 type: TYPE_STRING }
-    field { name: "value" number: 2 type_name: "Feature" type: TYPE_MESSAGE } } }
-message_type { name: "Example" field { name: "features" number: 1 type_name: "Features" type: TYPE_MESSAGE } }
-"""
-
-
 @functools.cache
 def example_type() -> Any:
-    """Builds the class of `tf.train.Example` without TensorFlow."""
+    """Builds the class of `tf.train.Example`, which `example.textproto` describes, without TensorFlow."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(text_format.Parse(_EXAMPLE, descriptor_pb2.FileDescriptorProto()))
+    description = Path(__file__).with_name("example.textproto").read_text("utf-8")
+    pool.Add(text_format.Parse(description, descriptor_pb2.FileDescriptorProto()))
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("mpjax_examples.Example"))
 
 
