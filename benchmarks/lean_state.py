@@ -16,7 +16,6 @@ A run adds its part to the results of the others.
 from __future__ import annotations
 
 import functools
-import itertools
 import statistics
 import sys
 import time
@@ -157,21 +156,15 @@ class LeanTraining(Training):
         return {"variables": variables, "optimizers": self._init_optimizers(variables)}
 
 
-def losses_of(training: LeanTraining, seed: int, steps: int | None = None) -> list[float]:
-    """The loss of each step of a training, or of its first `steps`."""
-    state, losses = training.init(seed), []
-    for batch in itertools.islice(Batches(training.family, seed), steps):
-        state, loss = training.step(state, batch)
-        losses.append(loss)
-    return [float(loss) for loss in losses]
-
-
 def final_losses(name: str, form: str, seeds: int) -> list[float]:
     """The mean loss of the last twentieth of the steps, for each seed."""
     training, found = LeanTraining(get(name), form), []
     for seed in range(seeds):
-        losses = losses_of(training, seed)
-        found.append(statistics.fmean(losses[-max(len(losses) // 20, 1) :]))
+        state, losses = training.init(seed), []
+        for batch in Batches(training.family, seed):
+            state, loss = training.step(state, batch)
+            losses.append(loss)
+        found.append(statistics.fmean(map(float, losses[-max(len(losses) // 20, 1) :])))
     return found
 
 

@@ -51,8 +51,8 @@ def has_no_gradient(caster: Callable[[Function], Function]) -> bool:
     return does_not_run(run)
 
 
-def _model(dtype: Any = None) -> nn.Module:
-    return nn.Sequential([nn.Dense(8, dtype=dtype), nn.LayerNorm(), nn.Dense(8, dtype=dtype)])
+def _model() -> nn.Module:
+    return nn.Sequential([nn.Dense(8), nn.LayerNorm(), nn.Dense(8)])
 
 
 def _half_except_norms(params: Any) -> Any:

@@ -114,11 +114,11 @@ def _of_class(scores: np.ndarray, boxes: np.ndarray, test: Scene, label: int) ->
     return float((best * hits).sum() / total)
 
 
-def _suppressed(scores: np.ndarray, boxes: np.ndarray, keep: int = 6) -> list[int]:
-    """The best boxes that do not overlap a better one."""
+def _suppressed(scores: np.ndarray, boxes: np.ndarray) -> list[int]:
+    """The best six boxes that do not overlap a better one, of the best 24."""
     kept: list[int] = []
-    for i in np.argsort(-scores)[: 4 * keep]:
-        if len(kept) < keep and (not kept or overlaps(boxes[i][None], boxes[kept]).max() < 0.5):
+    for i in np.argsort(-scores)[:24]:
+        if len(kept) < 6 and (not kept or overlaps(boxes[i][None], boxes[kept]).max() < 0.5):
             kept.append(int(i))
     return kept
 

@@ -13,7 +13,7 @@ import os
 import runpy
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -198,19 +198,19 @@ class Options:
         return {POLICY: details.pop("policy"), DETAILS: json.dumps(details)}
 
 
-def from_environment(environment: Mapping[str, str] = os.environ) -> Options | None:
+def from_environment() -> Options | None:
     """Reads the options from the environment; None without `MPJAX_AUTOCAST_ALL`.
 
     Raises:
         LaunchError: `MPJAX_AUTOCAST_ALL_OPTIONS` is invalid.
     """
-    policy = environment.get(POLICY, "").strip()
+    policy = os.environ.get(POLICY, "").strip()
     if not policy:
         return None
     try:
-        return Options(policy=policy, **json.loads(environment.get(DETAILS, "{}")))
+        return Options(policy=policy, **json.loads(os.environ.get(DETAILS, "{}")))
     except (ValueError, TypeError) as error:
-        raise LaunchError(f"{DETAILS}={environment.get(DETAILS)!r} can not be read: {error}") from error
+        raise LaunchError(f"{DETAILS}={os.environ.get(DETAILS)!r} can not be read: {error}") from error
 
 
 def read_rules(path: str) -> dict[str, Any]:

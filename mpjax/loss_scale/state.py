@@ -162,10 +162,10 @@ _AFTER_ROUNDING = (
 )
 
 
-def check_wiring(opt_state: Any, stacklevel: int = 5) -> None:
+def check_wiring(opt_state: Any) -> None:
     """Warns where the positions of states show that transformations are in an order that breaks them."""
     for message in dict.fromkeys(_miswirings(opt_state)):
-        warnings.warn(f"loss scaling: {message}", LossScaleWarning, stacklevel=stacklevel)
+        warnings.warn(f"loss scaling: {message}", LossScaleWarning, stacklevel=5)
 
 
 def _miswirings(node: Any) -> Iterator[str]:

@@ -113,6 +113,6 @@ def _is_of_flax(value: Any) -> bool:
     return any(base.__name__ == "Module" and base.__module__.startswith("flax.") for base in type(value).__mro__)
 
 
-def _shortened(value: Any, limit: int = 80) -> str:
+def _shortened(value: Any) -> str:
     text = " ".join(repr(value).split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return text if len(text) <= 80 else text[:77] + "..."
