@@ -31,6 +31,7 @@ import mpjax
 from benchmarks import commands
 from benchmarks.parity.families import get
 from benchmarks.parity.family import Family
+from benchmarks.parity.results import last_loss
 from benchmarks.parity.training import FLOAT32, Batches, Training
 from perf.results import previous
 from perf.timing import interleaved, ratios
@@ -164,7 +165,7 @@ def final_losses(name: str, form: str, seeds: int) -> list[float]:
         for batch in Batches(training.family, seed):
             state, loss = training.step(state, batch)
             losses.append(loss)
-        found.append(statistics.fmean(map(float, losses[-max(len(losses) // 20, 1) :])))
+        found.append(last_loss([*map(float, losses)]))
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import commands
@@ -31,7 +32,7 @@ def row(family: Family, report: ParityReport) -> Row:
                 **found,
                 "metrics": [run.metric for run in report.runs_of(found["policy"])],
                 "skipped": [len(run.skipped) for run in report.runs_of(found["policy"])],
-                "last_losses": [_last_loss(run.losses) for run in report.runs_of(found["policy"])],
+                "last_losses": [last_loss(run.losses) for run in report.runs_of(found["policy"])],
             }
             for found in report.to_dict()["comparisons"]
         },
@@ -53,7 +54,7 @@ def _summary(values: list[float]) -> dict[str, float]:
     }
 
 
-def _last_loss(losses: tuple[float, ...]) -> float:
+def last_loss(losses: Sequence[float]) -> float:
     """The mean loss of the last twentieth of the steps."""
     return statistics.fmean(losses[-max(len(losses) // 20, 1) :])
 

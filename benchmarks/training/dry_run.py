@@ -57,7 +57,7 @@ def dry_run(
         "matmuls": text.count("stablehlo.dot_general") + text.count("stablehlo.convolution"),
         "arguments_bytes": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made.abstract()) if _is_real(x)),
         "program": hashlib.sha256(text.encode()).hexdigest()[:16],
-        "versions": _versions(target),
+        "versions": versions() | target.versions(),
     }
     if known and is_known(known, row, device):
         return known
@@ -89,10 +89,6 @@ def _options(cell: Cell, target: Target) -> dict[str, bool | int | str]:
     """Without autotuning, XLA would widen float8 operands in a Triton kernel."""
     untuned = cell.settings().float8 and target.platform == "cuda"
     return {"xla_gpu_enable_triton_gemm": False} if untuned else {}
-
-
-def _versions(target: Target) -> dict[str, str]:
-    return versions() | target.versions()
 
 
 def _is_real(x: Any) -> bool:
