@@ -144,10 +144,9 @@ class LeanTraining(Training):
     """A family of the parity suite in float32, except for its parameters' dtype and its optimizer's state."""
 
     def __init__(self, family: Family, form: str) -> None:
-        self._dtype, wrap = FORMS[form]
-        self._optimizer = wrap(family.optimizer)
         super().__init__(family, FLOAT32)
-        self.tx = mpjax.loss_scale_for(self._optimizer, self.policy)
+        self._dtype, wrap = FORMS[form]
+        self.tx = mpjax.loss_scale_for(wrap(family.optimizer(family.steps * family.passes)), self.policy)
 
     def init(self, seed: int, *args: Any) -> dict[str, Any]:
         """The same parameters for every form, up to rounding."""
