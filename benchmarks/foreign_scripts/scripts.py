@@ -1,4 +1,4 @@
-"""Runs the scripts of a table in float32 and under the launcher, and compares what they print."""
+"""Runs the scripts of `scripts.toml` in float32 and under the launcher, and compares what they print."""
 
 from __future__ import annotations
 
