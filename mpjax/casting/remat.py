@@ -18,14 +18,13 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage
 from mpjax.casting.plan import Action, Step
 from mpjax.casting.setting import tracked
 from mpjax.casting.uses import STREAM_ADDITION, Use
 from mpjax.program import compat
 from mpjax.program.dataflow import variables
+from mpjax.program.graph import form_of
 from mpjax.program.primitives import MATMULS, Op, Saves, primitive
 
 # The most steps by which a region may extend before and after its float32 arithmetic. Bounds the planning time.
@@ -405,27 +404,17 @@ def _outs(results: Iterable[_Result], first: int, last: int) -> tuple[Read, ...]
 
 def _signature(region: RematRegion) -> Any:
     """A key that regions with the same computation share. A region that closes over values gets its own key."""
-    numbers: dict[Any, int] = {}
+    if any(step.closures for step in region.eqns):
+        return id(region)
 
-    def number(v: Any) -> Any:
-        if not isinstance(v, compat.Literal):
-            return numbers.setdefault(v, len(numbers))
-        value = np.asarray(v.val)
-        return v.aval, value.tobytes() if value.dtype != object else id(v)
-
-    depth = len(region.scopes.stack)
-    ins = tuple((number(v), v.aval, storage) for v, storage in region.ins)
-    steps = []
-    for step in region.eqns:
-        if step.closures:
-            return id(region)
-        eqn, info = step.eqn, step.eqn.source_info
+    def how(step: Step) -> Any:
         inner = () if step.inner is None else (*map(id, step.inner.plans), step.inner.convention)
-        variables = tuple(map(number, eqn.invars)), tuple(map(number, eqn.outvars))
-        how = step.action, step.reads, step.outs, step.broadcast, step.rounded_once, step.biases, step.half, inner
-        params = tuple(eqn.params.items())
-        steps.append((eqn.primitive, params, eqn.ctx, variables, how, info.name_stack.stack[depth:], info.traceback))
-    return ins, region.is_input, tuple((number(v), storage) for v, storage in region.outs), tuple(steps)
+        return step.action, step.reads, step.outs, step.broadcast, step.rounded_once, step.biases, step.half, inner
+
+    storages = tuple(storage for _, storage in (*region.ins, *region.outs))
+    outs = [v for v, _ in region.outs]
+    form = form_of([step.eqn for step in region.eqns], region.invars, outs, len(region.scopes.stack))
+    return form, storages, region.is_input, tuple(map(how, region.eqns))
 
 
 def _bytes(read: Read) -> int:

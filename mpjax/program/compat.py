@@ -342,6 +342,23 @@ def jvp_jaxpr(params: dict[str, Any], zeros: Sequence[bool]) -> tuple[Any, Seque
         return params["jvp_jaxpr_fun"].call_wrapped(*zeros)
 
 
+def jvp_function(params: dict[str, Any]) -> Any:
+    """The user's custom_jvp rule and its static arguments, equal for calls of one function; None if JAX hides them."""
+    pending = [params["jvp_jaxpr_fun"].f]
+    for fun in pending:
+        held = [cell.cell_contents for cell in getattr(fun, "__closure__", None) or () if cell != types.CellType()]
+        for rule in (x for x in held if isinstance(x, WrappedFun)):
+            # JAX stores a result of each call behind a function of its own.
+            transforms = [(fun, *(x for x in static if not _is_output(x))) for fun, static in rule.transforms]
+            return rule.f, tuple(transforms), rule.params
+        pending += [x for x in held if isinstance(x, types.FunctionType)]
+    return None
+
+
+def _is_output(x: Any) -> bool:
+    return getattr(x, "__qualname__", "").startswith("transformation_with_aux")
+
+
 def fwd_rule(
     params: dict[str, Any], perturbed: Sequence[bool]
 ) -> tuple[Any, Sequence[Any], Sequence[int | None], Sequence[Any]]:

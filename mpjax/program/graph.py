@@ -300,7 +300,11 @@ def _with_sub_jaxprs_replaced(eqn: Any, equation: Callable[[Any], Any], known: M
 
 
 def present(jaxpr: Any) -> Any:
-    """A closed jaxpr in which JAX's own hi primitives are replaced at any depth; the same one if it has none."""
+    """A closed jaxpr in which JAX's own hi primitives are replaced at any depth; the same one if it has none.
+
+    Calls of one activation with a derivative rule, such as the ReLU of each layer, share the rule, which JAX makes for
+    each call.
+    """
     old = compat.open_jaxpr(jaxpr).jaxpr
     new = present_open(old)
     return jaxpr if new is old else compat.closed_like(jaxpr, new)
@@ -308,12 +312,57 @@ def present(jaxpr: Any) -> Any:
 
 def present_open(jaxpr: Any) -> Any:
     """The same of an open jaxpr."""
+    rules: dict[Any, dict[str, Any]] = {}
 
     def equation(eqn: Any) -> Any:
+        if eqn.primitive.name == "custom_jvp_call":
+            shared = _with_shared_rule(eqn, rules)
+            return eqn if shared is eqn.params else eqn.replace(params=shared)
         call = compat.present_call(eqn) if eqn.primitive.name == "call_hi_primitive" else None
         return eqn if call is None else compat.equation_of(call, eqn)
 
     return replaced(jaxpr, equation, {})
+
+
+def _with_shared_rule(eqn: Any, rules: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    """The parameters of a call of a function with a derivative rule, those of an earlier call if both do the same.
+
+    Activations alone, of one operand: equations that several calls share have no module of their own.
+    """
+    params, (jaxpr, consts) = eqn.params, compat.open_jaxpr(eqn.params["call_jaxpr"])
+    rule = compat.jvp_function(params)
+    if rule is None or consts or len(eqn.invars) != 1:
+        return params
+    try:
+        return rules.setdefault(
+            (rule, params["symbolic_zeros"], form_of(jaxpr.eqns, jaxpr.invars, jaxpr.outvars)), params
+        )
+    except TypeError:  # a static argument or a parameter without a hash
+        return params
+
+
+def form_of(eqns: Iterable[Any], ins: Iterable[Any], outs: Iterable[Any], scopes: int = 0) -> Any:
+    """A key that equations with the same computation, in the same lines and scopes, share.
+
+    Args:
+        eqns: The equations.
+        ins, outs: Their inputs and results.
+        scopes: The number of outermost named scopes that make no difference.
+    """
+    numbers: dict[Any, int] = {}
+
+    def number(v: Any) -> Any:
+        if not isinstance(v, compat.Literal):
+            return numbers.setdefault(v, len(numbers)), v.aval
+        value = np.asarray(v.val)
+        return v.aval, value.tobytes() if value.dtype != object else id(v)
+
+    def form(eqn: Any) -> Any:
+        read, made, info = tuple(map(number, eqn.invars)), tuple(map(number, eqn.outvars)), eqn.source_info
+        lines = info.name_stack.stack[scopes:], info.traceback
+        return eqn.primitive, tuple(eqn.params.items()), eqn.ctx, read, made, lines
+
+    return tuple(map(number, ins)), tuple(map(form, eqns)), tuple(map(number, outs))
 
 
 def _padded(jaxpr: Any, operands: Sequence[int]) -> SubJaxpr:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.interpreters import ad
 
 import mpjax
@@ -18,23 +20,26 @@ from testing.random_programs.evaluate import in_numpy
 
 
 class Block(nn.Module):
+    activation: Callable
+
     @nn.compact
     def __call__(self, x):
-        return x + nn.Dense(8)(nn.gelu(nn.Dense(8)(nn.LayerNorm()(x))))
+        return x + nn.Dense(8)(self.activation(nn.Dense(8)(nn.LayerNorm()(x))))
 
 
 class Net(nn.Module):
     depth: int
+    activation: Callable
 
     @nn.compact
     def __call__(self, x):
         for _ in range(self.depth):
-            x = Block()(x)
+            x = Block(self.activation)(x)
         return jnp.mean(nn.Dense(4)(x) ** 2)
 
 
-def gradient(depth):
-    model, x = Net(depth), jnp.ones((2, 8))
+def gradient(depth, activation=nn.gelu):
+    model, x = Net(depth, activation), jnp.ones((2, 8))
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     return jax.make_jaxpr(jax.grad(mpjax.autocast(model.apply)))(params, x)
 
@@ -43,9 +48,15 @@ def regions(jaxpr):
     return [id(e.eqn.params["jaxpr"]) for e in measures.equations(jaxpr) if e.name in ("checkpoint", "remat2")]
 
 
-def test_more_equal_layers_make_no_more_programs():
-    few, many = regions(gradient(3)), regions(gradient(5))
-    assert len(many) == len(few) + 4  # a LayerNorm and a GELU in each block
+def biased_relu(x):
+    """A rectifier between a product and a sum, which with it are a region."""
+    return nn.relu(x * 1.5) + jnp.tanh(x)
+
+
+@pytest.mark.parametrize("activation", [nn.gelu, biased_relu])  # JAX makes a rule for each call of a ReLU.
+def test_more_equal_layers_make_no_more_programs(activation):
+    few, many = regions(gradient(3, activation)), regions(gradient(5, activation))
+    assert len(many) == len(few) + 4  # a LayerNorm and an activation in each block
     assert len(set(many)) == len(set(few)) < len(few)
 
 
@@ -75,6 +86,29 @@ def test_layers_that_differ_do_not_share():
     args = (1.0, 2.0, 3.0), np.random.default_rng(0).normal(size=(4, 4)).astype("float32"), np.ones((2, 4), "float32")
     found, expected = (in_numpy(jax.grad(f, 1))(*args) for f in (mpjax.autocast(loss), loss))
     assert measures.relative_error(found, expected) < 5e-3
+
+
+@pytest.mark.parametrize("differ", ["rule", "function", "nothing"])
+def test_functions_with_other_rules_do_not_share(differ):
+    def activation(factor):
+        slope = factor if differ == "rule" else 1.0
+        fun = jax.custom_jvp(lambda x: jnp.tanh(x) * (factor if differ == "function" else 1.0))
+        fun.defjvp(lambda primals, tangents: (fun(*primals), tangents[0] * slope))
+        return fun
+
+    first = activation(1.0)
+    activations = first, (first if differ == "nothing" else activation(3.0))
+
+    def loss(w, x):
+        for fun in activations:
+            x = fun(jnp.exp(x @ w) * 0.3) + 0.5
+        return jnp.sum(jax.nn.log_softmax(x @ w))
+
+    args = np.random.default_rng(0).normal(size=(4, 4)).astype("float32"), np.ones((2, 4), "float32")
+    found, expected = (in_numpy(jax.grad(f))(*args) for f in (mpjax.autocast(loss), loss))
+    assert measures.relative_error(found, expected) < 5e-3
+    shared = regions(jax.make_jaxpr(jax.grad(mpjax.autocast(loss)))(*args))
+    assert (len(set(shared)) < len(shared)) == (differ == "nothing")
 
 
 def test_weight_gradients_are_linearized_without_their_jvp_rule(monkeypatch):
