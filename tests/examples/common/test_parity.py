@@ -43,7 +43,7 @@ def test_unknown_flag_is_named(make):
 
 
 def test_evidence_names_the_modules_of_a_script(make, compared):
-    from mpjax.inspection.comparison.evidence import evidence_of
+    from mpjax.inspection.comparison.parity import evidence_of
 
     found = evidence_of(make, SCALED, "float32", compared.runs_of(SCALED), compared.runs_of("float32"))
     assert found.notes == ()
