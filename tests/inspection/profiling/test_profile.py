@@ -13,9 +13,9 @@ import optax
 import pytest
 
 import mpjax
-from mpjax.inspection.profiling import hlo, tensor_cores
+from mpjax.inspection.profiling import hlo
 from mpjax.inspection.profiling.hlo import HloModule
-from mpjax.inspection.profiling.kernels import Kernel, Split
+from mpjax.inspection.profiling.kernels import Kernel, Split, uses_tensor_cores
 from mpjax.inspection.profiling.profile import Recording, Timing, report_of
 from mpjax.inspection.profiling.profiler_trace import read
 from mpjax.inspection.profiling.stepping import Stepper, seconds_per_step
@@ -114,8 +114,8 @@ def gpu_report(*args, capability=8.0, **kwargs):
 
 
 def test_kernels_are_told_apart_by_their_names():
-    assert {name: tensor_cores.uses_tensor_cores(name) for name in ON} == dict.fromkeys(ON, True)
-    assert {name: tensor_cores.uses_tensor_cores(name) for name in OFF} == dict.fromkeys(OFF, False)
+    assert {name: uses_tensor_cores(name) for name in ON} == dict.fromkeys(ON, True)
+    assert {name: uses_tensor_cores(name) for name in OFF} == dict.fromkeys(OFF, False)
 
 
 def test_a_triton_matmul_is_told_by_its_operands_and_the_gpu():
@@ -124,7 +124,7 @@ def test_a_triton_matmul_is_told_by_its_operands_and_the_gpu():
     exact = instructions(
         HLO.replace("f16[", "f32[").replace("s={0}, meta", "s={0}, operand_precision={highest,highest}, meta")
     )
-    runs = tensor_cores.uses_tensor_cores
+    runs = uses_tensor_cores
     assert (runs("gemm_fusion_dot_1"), runs("a_new_kernel", dot)) == (None, True)
     assert runs("a_new_kernel", instructions(HLO)["custom-call.2"]) is None
     assert runs("gemm_fusion_dot_1", dot, 7.0) is True
