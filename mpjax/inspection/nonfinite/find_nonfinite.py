@@ -16,8 +16,7 @@ import numpy as np
 from mpjax.inspection.auditing.constants import as_written, in_float32
 from mpjax.inspection.auditing.scaled_gradients import follows_cotangent
 from mpjax.inspection.nonfinite import evidence
-from mpjax.inspection.nonfinite.examined import Examined, first_that_reaches
-from mpjax.inspection.nonfinite.point import is_number
+from mpjax.inspection.nonfinite.examined import Examined, first_that_reaches, is_number
 from mpjax.inspection.nonfinite.provenance import MADE
 from mpjax.inspection.nonfinite.report import GROWING, OperandRange, Symptoms, diagnosis_of
 from mpjax.inspection.nonfinite.report import NonFinite as NonFinite
