@@ -13,7 +13,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from mpjax.inspection.auditing.constants import Lost
-from mpjax.inspection.nonfinite.evidence import is_derivative, primal
+from mpjax.inspection.nonfinite.diagnosis import is_derivative, primal
 from mpjax.inspection.nonfinite.provenance import (
     CodeProbe,
     Provenance,
@@ -162,7 +162,7 @@ class Examined:
 
     @functools.cached_property
     def primal(self) -> set[int]:
-        """The equations that compute the function's value: see `evidence.primal`."""
+        """The equations that compute the function's value: see `diagnosis.primal`."""
         return primal(self.flow)
 
     def name_of(self, leaf: int) -> str:
@@ -215,7 +215,7 @@ class Examined:
     def evaluation(self, probe: Probe, wide: bool = False, held: Sequence[Lost] = ()) -> Eager:
         """An evaluation with the elements of known faults made finite."""
         probe.most = self.most
-        replace = with_constants(held, finite_but(probe, self.finite, self.kept))
+        replace = replacing(probe, self.finite, self.kept, held)
         return Eager(probe, wide, Partial(replace, *_span(0, 0, 0)) if self.is_repaired or held else None)
 
     def known(self, excluded: Iterable[int] = ()) -> dict[int, Callable[..., Any]]:
@@ -323,8 +323,10 @@ class PointProbe(Probe):
         return jax.tree.map(lambda x, y: jnp.where(later, y, x), a, b)
 
 
-def finite_but(probe: Probe, alike: Collection[int], fault: Provenance | None = None) -> Callable[..., Sequence[Any]]:
-    """The `replace` of an `Instrumented`, after a span of positions and a seed: replaces elements that are not finite.
+def replacing(
+    probe: Probe, alike: Collection[int], fault: Provenance | None, held: Sequence[Lost]
+) -> Callable[..., Sequence[Any]]:
+    """The `replace` of an `Instrumented`, after a span of positions and a seed: makes some elements finite.
 
     These are the elements of some equations, but those of a fault inside of the span. The position of an element is its
     flat index, counted after the elements of all earlier devices. An array that several devices hold counts as that of
@@ -334,9 +336,14 @@ def finite_but(probe: Probe, alike: Collection[int], fault: Provenance | None = 
         probe: Knows the device.
         alike: The numbers of the equations.
         fault: The fault.
+        held: Constants that were rounded, in whose place are numbers that their dtypes hold.
     """
 
     def replace(low: Any, high: Any, seed: Any, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays) -> Arrays:
+        if constants := {lost.operand: lost.instead for lost in held if lost.site.eqn is place.eqn}:
+            avals = [v.aval for v in place.invars]
+            numbers = {i: jnp.full(avals[i].shape, float(number), avals[i].dtype) for i, number in constants.items()}
+            outs = bound(place.eqn, [numbers.get(i, x) for i, x in enumerate(ins)], False)
         if place.number not in alike:
             return outs
         hit: Any = np.bool_(False)
@@ -348,20 +355,6 @@ def finite_but(probe: Probe, alike: Collection[int], fault: Provenance | None = 
             return finite(x, seed, hit & (position >= low) & (position < high))
 
         return [finite_but_span(x) if is_inexact(x) else x for x in outs]
-
-    return replace
-
-
-def with_constants(held: Sequence[Lost], then: Callable[..., Arrays]) -> Callable[..., Arrays]:
-    """A `replace` that gives equations numbers in place of constants that were rounded, before another `replace`."""
-
-    def replace(low: Any, high: Any, seed: Any, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays) -> Arrays:
-        constants = {lost.operand: lost.instead for lost in held if lost.site.eqn is place.eqn}
-        if constants:
-            avals = [v.aval for v in place.invars]
-            numbers = {i: jnp.full(avals[i].shape, float(number), avals[i].dtype) for i, number in constants.items()}
-            outs = bound(place.eqn, [numbers.get(i, x) for i, x in enumerate(ins)], False)
-        return then(low, high, seed, place, iteration, ins, outs)
 
     return replace
 

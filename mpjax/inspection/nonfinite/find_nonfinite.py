@@ -15,12 +15,11 @@ import numpy as np
 
 from mpjax.inspection.auditing.constants import as_written, in_float32
 from mpjax.inspection.auditing.scaled_gradients import follows_cotangent
-from mpjax.inspection.nonfinite import evidence
+from mpjax.inspection.nonfinite import diagnosis
+from mpjax.inspection.nonfinite.diagnosis import GROWING, Symptoms, diagnosis_of
 from mpjax.inspection.nonfinite.examined import Examined, first_that_reaches, is_number
 from mpjax.inspection.nonfinite.provenance import MADE
-from mpjax.inspection.nonfinite.report import GROWING, OperandRange, Symptoms, diagnosis_of
-from mpjax.inspection.nonfinite.report import NonFinite as NonFinite
-from mpjax.inspection.reports import array_text
+from mpjax.inspection.reports import Report, Section, array_text
 from mpjax.inspection.trials import trace_to_run
 from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
@@ -97,6 +96,139 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     return dataclasses.replace(found, result=result, others=tuple(dict.fromkeys((found.line, *lines)))[1:])
 
 
+@dataclasses.dataclass(frozen=True)
+class OperandRange:
+    """The range of an array.
+
+    Args:
+        dtype, shape: Dtype and shape of the array.
+        min, max: Minimum and maximum of its finite elements; inf and -inf if there are none.
+        min_nonzero: Smallest magnitude of a nonzero finite element; inf if there are none.
+        nonfinite: Number of elements that are inf or NaN.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    min: float
+    max: float
+    min_nonzero: float
+    nonfinite: int
+
+    def __str__(self) -> str:
+        shape = array_text(self)
+        text = f"{shape} in [{self.min:.4g}, {self.max:.4g}]"
+        if self.min > self.max:
+            text = f"{shape} with no finite element"
+        elif math.isfinite(self.min_nonzero) and "int" not in self.dtype:
+            text += f", smallest nonzero {self.min_nonzero:.3g}"
+        return text + (f", {self.nonfinite} inf or NaN" if self.nonfinite else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class NonFinite(Report):
+    """The source of an inf or NaN. Print it to read the report.
+
+    Args:
+        primitive: JAX's name of the operation; `"argument"` if the inf or NaN was in an argument of the function.
+        module: Module path, from named scopes.
+        source: The source line, as `file.py:12`.
+        kind: `"inf"` or `"nan"`, the kind of the first such element.
+        diagnosis: The value of the same point in float32, the cause and the fix, in words.
+        direction: `"forward"` or `"backward"`; operations that a remat recomputes count as forward.
+        iteration: Index in the enclosing loop, in the order of `scan`'s inputs; a tuple for nested loops, outermost
+            first; None outside loops.
+        iterations: The number of iterations in which the operation made an inf or NaN.
+        inputs: The ranges of the operation's inputs, of numbers.
+        output: Dtype and shape of its result, as `float16[8,4]`.
+        count: Number of elements of the result that are inf or NaN.
+        element: Index of the first of them that reaches the result; inside `shard_map`, the index on its device.
+        float32_value: The value of that element in float32; None if it was not reached there.
+        argument: Tree path of the argument that held the inf or NaN, if one did.
+        result: Tree path of the first result of the function that is not finite, as `result[0]['w']`.
+        device: Coordinates of the device inside `shard_map`, as `data=2`.
+        unseen: Operations of the program of which only operands and results are visible, and why.
+        others: Other sources, of the same result or of others, in words.
+    """
+
+    primitive: str
+    module: str
+    source: str
+    kind: str
+    diagnosis: str
+    direction: str = "forward"
+    iteration: int | tuple[int, ...] | None = None
+    inputs: tuple[OperandRange, ...] = ()
+    output: str = ""
+    count: int = 0
+    element: tuple[int, ...] = ()
+    float32_value: float | None = None
+    argument: str | None = None
+    result: str | None = None
+    device: str | None = None
+    unseen: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    iterations: int = 1
+
+    @property
+    def title(self) -> str:
+        """The page's title."""
+        return f"{self._what} found"
+
+    @property
+    def _what(self) -> str:
+        return "inf" if self.kind == "inf" else "NaN"
+
+    @property
+    def _made(self) -> str:
+        return f"{self._what} made by {self.primitive} at {self.source or 'an unknown line'}"
+
+    @property
+    def _turn(self) -> str:
+        more = f" and {self.iterations - 1} more" if self.iterations > 1 else ""
+        return f", iteration {self.iteration}{more}" if self.iteration is not None else ""
+
+    @property
+    def line(self) -> str:
+        """The source and the diagnosis in one line."""
+        if self.argument is not None:
+            return f"{self._what} in {self.argument} before the call"
+        return f"{self._made}{self._turn}: {self.diagnosis}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as a dictionary."""
+        return {"found": dataclasses.asdict(self)}
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row, without the operands."""
+        row = dataclasses.asdict(self)
+        del row["inputs"]
+        return [row]
+
+    def failure(self) -> str:
+        """The failure message; the command line exits with status 1."""
+        return self.title
+
+    def sections(self) -> list[Section]:
+        """The sections of the printed report."""
+        return [Section("", self._text())]
+
+    def _text(self) -> str:
+        what = self._what
+        others = [f"  another cause: {other}" for other in self.others]
+        if self.argument is not None:
+            return "\n".join([f"{what} in {self.argument}: {self.diagnosis}", *others])
+        lines = [
+            f"{self._made}, module {self.module or '-'}, {self.direction} pass{self._turn}",
+            f"  {self.diagnosis}",
+            *others,
+            f"  output {self.output}: {self.count} inf or NaN, the first that reaches the result is {self.element}"
+            + (f" of device {self.device}" if self.device else ""),
+        ]
+        lines += [f"  {self.result} is not finite"] if self.result not in (None, "result") else []
+        lines += [f"  input {i}: {operand}" for i, operand in enumerate(self.inputs)]
+        return "\n".join([*lines, *(f"  not inspected: {place}" for place in self.unseen)])
+
+
 _MOST = 3  # causes that are reported
 
 
@@ -160,11 +292,11 @@ def _examined(
     kind = "nan" if np.isnan(here["value"]) else "inf"
     fine = math.isfinite(here["float32"] if value is None else value)
     overflows = kind == "inf" and place.name in GROWING
-    cast = evidence.cast_input(flow, node)
+    cast = diagnosis.cast_input(flow, node)
     argument = "" if cast is None else program.name_of(cast)
     mask = program.replay.from_masks.get(fault)
     held = "" if mask is None else f" ({program.name_of(mask)} held -inf before the call)"
-    constants, unexplained = ([], False) if overflows else evidence.constants_lost(flow, node, original, not fine)
+    constants, unexplained = ([], False) if overflows else diagnosis.constants_lost(flow, node, original, not fine)
     if constants and not math.isfinite(program.point(fault, tuple(here["index"]), held=constants)[1]["value"]):
         constants = []  # A constant that half holds changes nothing.
     outside = (abs(float(np.ravel(c)[0])) for c in block.consts if is_half(c) and np.size(c) == 1)
@@ -181,15 +313,15 @@ def _examined(
         scaled=follows_cotangent(flow, node),
         argument=argument,
         derivative=derivative,
-        of_sqrt=derivative and evidence.is_half_over_sqrt(flow, node),
+        of_sqrt=derivative and diagnosis.is_half_over_sqrt(flow, node),
         float8=out.dtype.name if out.dtype.name.startswith("float8") else "",
         constant=fault.is_constant,
         opaque=primitive(place.name).op is Op.OPAQUE,
         constants=constants,
         doubtful=unexplained or (not overflows and any(c in (0, 1) for c in outside)),
-        rounding=evidence.amplified_rounding(flow, node),
-        index=evidence.index_out_of_bounds(flow, node, here["ranges"]),
-        masked=evidence.is_of_softmax(flow, node),
+        rounding=diagnosis.amplified_rounding(flow, node),
+        index=diagnosis.index_out_of_bounds(flow, node, here["ranges"]),
+        masked=diagnosis.is_of_softmax(flow, node),
         where_gradient=_is_where_gradient(program),
         float32_is_fine=functools.partial(_float32_is_fine, in_float32),
     )
@@ -235,7 +367,7 @@ def _is_where_gradient(program: Examined) -> bool:
     if any(maker is None or maker.site.phase != BACKWARD for maker in makers):
         return False
     operands = zip(program.point(entry)[1]["operands"], program.nodes[entry.number].reads, strict=True)
-    return any(evidence.is_selected(flow, v) for value, v in operands if value == 0)
+    return any(diagnosis.is_selected(flow, v) for value, v in operands if value == 0)
 
 
 def _half_name(block: Block, eqn: Any) -> str | None:

@@ -1,150 +1,25 @@
-"""The report of `find_nonfinite`: the operation, its operands, the element and the diagnosis: the cause and the fix."""
+"""The cause of an inf or NaN in words, from what was measured there and from the dataflow around it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mpjax.inspection.auditing.constants import Lost
-from mpjax.inspection.reports import Report, Section, array_text
+import numpy as np
+
+from mpjax.inspection.auditing.amplified import amplified
+from mpjax.inspection.auditing.constants import Lost, are_unexplained, lost_constants
+from mpjax.inspection.auditing.scaled_gradients import repeats
 from mpjax.program import compat
+from mpjax.program.dtypes import is_float
+from mpjax.program.inlining import Flow, Node, Value
+from mpjax.program.primitives import MATMULS, Op, primitive
+from mpjax.program.source import BACKWARD, FORWARD
+from mpjax.program.tracing import TracedCall
 
-# By name: each operation has its own reason for an inf or NaN.
-
-
-@dataclasses.dataclass(frozen=True)
-class OperandRange:
-    """The range of an array.
-
-    Args:
-        dtype, shape: Dtype and shape of the array.
-        min, max: Minimum and maximum of its finite elements; inf and -inf if there are none.
-        min_nonzero: Smallest magnitude of a nonzero finite element; inf if there are none.
-        nonfinite: Number of elements that are inf or NaN.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    min: float
-    max: float
-    min_nonzero: float
-    nonfinite: int
-
-    def __str__(self) -> str:
-        shape = array_text(self)
-        text = f"{shape} in [{self.min:.4g}, {self.max:.4g}]"
-        if self.min > self.max:
-            text = f"{shape} with no finite element"
-        elif math.isfinite(self.min_nonzero) and "int" not in self.dtype:
-            text += f", smallest nonzero {self.min_nonzero:.3g}"
-        return text + (f", {self.nonfinite} inf or NaN" if self.nonfinite else "")
-
-
-@dataclasses.dataclass(frozen=True)
-class NonFinite(Report):
-    """The source of an inf or NaN. Print it to read the report.
-
-    Args:
-        primitive: JAX's name of the operation; `"argument"` if the inf or NaN was in an argument of the function.
-        module: Module path, from named scopes.
-        source: The source line, as `file.py:12`.
-        kind: `"inf"` or `"nan"`, the kind of the first such element.
-        diagnosis: The value of the same point in float32, the cause and the fix, in words.
-        direction: `"forward"` or `"backward"`; operations that a remat recomputes count as forward.
-        iteration: Index in the enclosing loop, in the order of `scan`'s inputs; a tuple for nested loops, outermost
-            first; None outside loops.
-        iterations: The number of iterations in which the operation made an inf or NaN.
-        inputs: The ranges of the operation's inputs, of numbers.
-        output: Dtype and shape of its result, as `float16[8,4]`.
-        count: Number of elements of the result that are inf or NaN.
-        element: Index of the first of them that reaches the result; inside `shard_map`, the index on its device.
-        float32_value: The value of that element in float32; None if it was not reached there.
-        argument: Tree path of the argument that held the inf or NaN, if one did.
-        result: Tree path of the first result of the function that is not finite, as `result[0]['w']`.
-        device: Coordinates of the device inside `shard_map`, as `data=2`.
-        unseen: Operations of the program of which only operands and results are visible, and why.
-        others: Other sources, of the same result or of others, in words.
-    """
-
-    primitive: str
-    module: str
-    source: str
-    kind: str
-    diagnosis: str
-    direction: str = "forward"
-    iteration: int | tuple[int, ...] | None = None
-    inputs: tuple[OperandRange, ...] = ()
-    output: str = ""
-    count: int = 0
-    element: tuple[int, ...] = ()
-    float32_value: float | None = None
-    argument: str | None = None
-    result: str | None = None
-    device: str | None = None
-    unseen: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
-    iterations: int = 1
-
-    @property
-    def title(self) -> str:
-        """The page's title."""
-        return f"{self._what} found"
-
-    @property
-    def _what(self) -> str:
-        return "inf" if self.kind == "inf" else "NaN"
-
-    @property
-    def _made(self) -> str:
-        return f"{self._what} made by {self.primitive} at {self.source or 'an unknown line'}"
-
-    @property
-    def _turn(self) -> str:
-        more = f" and {self.iterations - 1} more" if self.iterations > 1 else ""
-        return f", iteration {self.iteration}{more}" if self.iteration is not None else ""
-
-    @property
-    def line(self) -> str:
-        """The source and the diagnosis in one line."""
-        if self.argument is not None:
-            return f"{self._what} in {self.argument} before the call"
-        return f"{self._made}{self._turn}: {self.diagnosis}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as a dictionary."""
-        return {"found": dataclasses.asdict(self)}
-
-    def table(self) -> list[dict[str, Any]]:
-        """One row, without the operands."""
-        row = dataclasses.asdict(self)
-        del row["inputs"]
-        return [row]
-
-    def failure(self) -> str:
-        """The failure message; the command line exits with status 1."""
-        return self.title
-
-    def sections(self) -> list[Section]:
-        """The sections of the printed report."""
-        return [Section("", self._text())]
-
-    def _text(self) -> str:
-        what = self._what
-        others = [f"  another cause: {other}" for other in self.others]
-        if self.argument is not None:
-            return "\n".join([f"{what} in {self.argument}: {self.diagnosis}", *others])
-        lines = [
-            f"{self._made}, module {self.module or '-'}, {self.direction} pass{self._turn}",
-            f"  {self.diagnosis}",
-            *others,
-            f"  output {self.output}: {self.count} inf or NaN, the first that reaches the result is {self.element}"
-            + (f" of device {self.device}" if self.device else ""),
-        ]
-        lines += [f"  {self.result} is not finite"] if self.result not in (None, "result") else []
-        lines += [f"  input {i}: {operand}" for i, operand in enumerate(self.inputs)]
-        return "\n".join([*lines, *(f"  not inspected: {place}" for place in self.unseen)])
+# By name: each operation has its own reason for an inf or NaN, and each form of a cause its own operations.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,3 +207,117 @@ def _cause(primitive: str, operands: tuple[float, ...], kind: str) -> str:
     x, y, *_ = (*operands, math.nan, math.nan)
     rows = (text for names, is_met, text in _CAUSES if primitive in names.split() and is_met(x, y, kind))
     return next(rows, "").format(primitive=primitive, x=number(x))
+
+
+# What the dataflow around a fault shows: constants, indices, derivatives, a softmax, a `where`.
+
+
+def constants_lost(flow: Flow, node: Node, original: Callable[[], TracedCall], ones: bool) -> tuple[list[Lost], bool]:
+    """The constants that rounding made zero or inf; and whether others that the operation reads may be some.
+
+    With `ones`, also those that became one and that the operation depends on, as 1 - 0.999 does.
+    """
+    reached = set(flow.reached(node.reads))
+    nodes, line = [each for each in flow.eqns if not each.inner], node.site.source
+    read = [each for each in flow.eqns if each is node or not reached.isdisjoint(each.writes)]
+    here = {id(each.site.eqn) for each in (*read, *(each for each in nodes if each.site.source == line))}
+    found = [lost for lost in lost_constants(nodes, original, is_float) if lost.written is not None]
+    near = [lost for lost in found if id(lost.site.eqn) in here and (ones or abs(lost.value) != 1)]
+    unexplained = are_unexplained(each.site for each in nodes if id(each.site.eqn) in here)
+    return near or [lost for lost in found if abs(lost.value) != 1], unexplained
+
+
+def index_out_of_bounds(flow: Flow, node: Node, ranges: Sequence[Any]) -> str:
+    """The index with which a gather reads outside of an array, in words; empty if there is none."""
+    eqn = node.site.eqn
+    if node.site.name != "gather" or len(axes := eqn.params["dimension_numbers"].start_index_map) != 1:
+        return ""
+    size, (low, high, *_) = eqn.invars[0].aval.shape[axes[0]], ranges[1]
+    last = size - eqn.params["slice_sizes"][axes[0]]
+    bad = [int(i) for i in (high, low) if not 0 <= i <= last]
+    # NumPy's indexing adds the size to a negative one.
+    is_move = lambda each: each.site.name in ("reshape", "broadcast_in_dim", "convert_element_type")  # noqa: E731
+    maker = flow.maker(flow.source(node.reads[1], is_move))
+    added = size if maker is not None and maker.site.name == "select_n" and bad and bad[0] < 0 else 0
+    return f"index {bad[0] - added} of an axis of {size}" if bad else ""
+
+
+def is_of_softmax(flow: Flow, node: Node) -> bool:
+    """Whether an equation takes the maximum of a row from the row."""
+    if node.site.name != "sub":
+        return False
+    through = lambda each: each.reads if repeats(each) or each.site.name == "max" else ()  # noqa: E731
+    maxima = (each for each in flow.made_by(node.reads[1:], through) if each.site.name == "reduce_max")
+    return any(flow.source(each.reads[0], repeats) is flow.source(node.reads[0], repeats) for each in maxima)
+
+
+def cast_input(flow: Flow, node: Node) -> int | None:
+    """The index of the program's input that an equation casts; None if it casts a computed value, or is no cast."""
+    if primitive(node.site.name).op is not Op.CONVERT:
+        return None
+    source = flow.source(node.reads[0], lambda each: primitive(each.site.name).moves)
+    return flow.inputs.index(source) if source in flow.inputs else None
+
+
+def amplified_rounding(flow: Flow, node: Node) -> str:
+    """The rounding that an operation amplifies, or one of its line that it depends on, in words; empty if none."""
+    before = {id(each.site.eqn) for each in (node, *flow.before(node.reads))}
+    found = [each for each in amplified(flow)[0] if each.site.source == node.site.source]
+    return next((f"it reads {each.text}" for each in found if id(each.site.eqn) in before), "")
+
+
+def is_half_over_sqrt(flow: Flow, node: Node) -> bool:
+    """Whether an equation is 0.5 / sqrt(x), the derivative of a square root."""
+    if node.site.name != "div" or node.reads[0].constant is None or np.any(node.reads[0].constant != 0.5):
+        return False
+    maker = flow.maker(node.reads[1])
+    return maker is not None and maker.site.name == "sqrt"
+
+
+def is_derivative(flow: Flow, node: Node, of_value: set[int]) -> bool:
+    """Whether an equation of the forward pass, or of its recomputation, only computes a derivative.
+
+    Args:
+        flow: The program.
+        node: The equation.
+        of_value: What `primal` finds.
+    """
+    if node.site.phase == FORWARD:
+        return id(node.site.eqn) not in of_value
+    is_power = node.site.name in ("pow", "integer_pow")  # of which the derivative is one too
+    readers = [reader for v in node.writes for reader in flow.readers.get(v, ())]
+    return is_half_over_sqrt(flow, node) or (is_power and all(each.site.phase == BACKWARD for each in readers))
+
+
+def primal(flow: Flow) -> set[int]:
+    """The equations of the forward pass, by `id`, that compute the function's value and not only a derivative."""
+    found = set[int]()
+
+    def mark(level: Flow, live: set[Value]) -> None:
+        # The value of a function of which only the gradient is used has no reader, or is not computed at all.
+        unread = lambda v: v not in flow.readers and v not in level.returned  # noqa: E731
+        for node in reversed(level.nodes):
+            # No derivative of an elementwise operation has matmuls or reductions.
+            computes = node.site.name in MATMULS or primitive(node.site.name).kernel
+            is_value = not live.isdisjoint(node.writes) or all(map(unread, node.writes)) or computes
+            if node.site.phase != BACKWARD and is_value:
+                found.add(id(node.site.eqn))
+                for inner in node.inner:
+                    # The condition of a `while` returns something else.
+                    writes = node.writes if len(node.writes) == len(inner.outputs) else inner.outputs
+                    ends = zip(inner.outputs, writes, strict=True)
+                    mark(inner, {end for end, v in ends if v in live or v is end or unread(v)})
+                live.update(node.reads)
+
+    mark(flow, set(flow.outputs))
+    return found
+
+
+def is_selected(flow: Flow, value: Value) -> bool:
+    """Whether a cotangent is one of a `where`, up to factors: zero where the other branch was selected."""
+
+    def through(node: Node) -> Iterable[Value]:
+        row = primitive(node.site.name)
+        return node.reads if node.site.phase == BACKWARD and (row.moves or row.scales or row.adds) else ()
+
+    return any(node.site.name == "select_n" for node in flow.made_by([value], through))
