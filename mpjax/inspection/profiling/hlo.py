@@ -205,6 +205,9 @@ class Instruction:
     differentiated: bool = False
 
 
+UNKNOWN = Instruction()
+
+
 def instructions(program: HloModule) -> dict[str, Instruction]:
     """The instructions of a program by name, without those inside of fusions, which are no kernels of their own."""
     every = [line for lines in program.computations.values() for line in lines.values()]

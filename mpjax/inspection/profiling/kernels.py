@@ -191,25 +191,21 @@ def summed(
     """
     by_kernel_name = {kernel_name(name): i for name, i in instructions.items()}
     has_gradient = any(instruction.differentiated for instruction in instructions.values())
-    unknown = hlo.Instruction()
-    known = [instructions.get(event.op) or by_kernel_name.get(event.name, unknown) for event in events]
+    known = [instructions.get(event.op) or by_kernel_name.get(event.name, hlo.UNKNOWN) for event in events]
     times = added_up(
-        ((event.name, instruction.name), (event.seconds, 1))
+        ((event.name, instruction), (event.seconds, 1))
         for event, instruction in zip(events, known, strict=True)
         if instruction.kind != hlo.CONTROL  # A CPU's trace also has the kernels inside.
     )
     each = executions * len({event.device for event in events})
     kernels = []
-    for (name, op), (seconds, calls) in times.items():
-        instruction = instructions.get(op, unknown)
-        kind, is_known = instruction.kind, bool(instruction.name)
-        if not is_known or (kind in hlo.ON_TENSOR_CORES and gpu):
+    for (name, instruction), (seconds, calls) in times.items():
+        kind = instruction.kind
+        if instruction is hlo.UNKNOWN or (kind in hlo.ON_TENSOR_CORES and gpu):
             kind = work_of(name) or kind  # A library call may be several kernels.
-        uses = uses_tensor_cores(name, instruction if is_known else None, capability) if gpu else None
-        why_not = ""
-        if uses is False and kind in hlo.ON_TENSOR_CORES:
-            why_not = _why_not(instruction) if is_known else "the trace does not name its operation"
-        updates = has_gradient and is_known and not instruction.differentiated
+        uses = uses_tensor_cores(name, instruction, capability) if gpu else None
+        why_not = _why_not(instruction) if uses is False and kind in hlo.ON_TENSOR_CORES else ""
+        updates = has_gradient and instruction is not hlo.UNKNOWN and not instruction.differentiated
         place = instruction.module, instruction.source, instruction.path, instruction.backward
         dtype = "/".join(sorted(instruction.dtypes))
         kernels.append(
@@ -253,7 +249,7 @@ def work_of(name: str) -> str:
 
 
 def uses_tensor_cores(
-    name: str, instruction: hlo.Instruction | None = None, capability: float | None = None
+    name: str, instruction: hlo.Instruction = hlo.UNKNOWN, capability: float | None = None
 ) -> bool | None:
     """Whether a GPU kernel runs on Tensor Cores.
 
@@ -274,9 +270,9 @@ def uses_tensor_cores(
         return False
     if _TENSOR_CORES.search(lower):
         return True
-    if (work_of(name) or (instruction.kind if instruction else "")) not in hlo.ON_TENSOR_CORES:
+    if (work_of(name) or instruction.kind) not in hlo.ON_TENSOR_CORES:
         return False
-    if instruction is None:
+    if instruction is hlo.UNKNOWN:
         return None
     if instruction.triton or _TRITON.match(lower):
         return all(takes(dtype, instruction.exact, capability) for dtype in instruction.dtypes or {"f32"})
@@ -297,6 +293,8 @@ def takes(dtype: str, exact: bool = False, capability: float | None = None) -> b
 
 def _why_not(instruction: hlo.Instruction) -> str:
     """Why a matmul or convolution is not on Tensor Cores, as far as its instruction shows."""
+    if instruction is hlo.UNKNOWN:
+        return "the trace does not name its operation"
     if "f32" in instruction.dtypes:
         return "float32 at precision=highest" if instruction.exact else "float32"
     if "f64" in instruction.dtypes:
