@@ -332,17 +332,17 @@ class _Measuring:
 
     def _losing(self) -> list[str]:
         """The paths of the modules whose values half overflows, or flushes at a scale that fits the others."""
-        losing = dict.fromkeys(
-            path for path, phase, tally in self._rows_that_matter() if self._loses(phase, tally, flushes=True)
-        )
+        matters = [(row.name, row.phase, tally) for row, tally in self.tallies.items() if row.table == "matters"]
+        losing = dict.fromkeys(path for path, phase, tally in matters if self._loses(phase, tally, flushes=True))
+        gradients = {path: _by_exponent(tally) for path, phase, tally in matters if phase == BACKWARD}
         for row, tally in self.tallies.items():  # inside of modules
             if row.table == "by_op" and self._loses(row.phase, tally) and self._may_be_half(row):
                 losing[row.name] = None
         while (init := self._scales(losing)[1]) is not None:
             flushed = [
                 path
-                for path, phase, _ in self._rows_that_matter()
-                if phase == BACKWARD and path not in losing and self._flushed_share(path, init) > _MUCH
+                for path, counts in gradients.items()
+                if path not in losing and self.limits.flushed_share(counts, init / self.scale) > _MUCH
             ]
             if not flushed:
                 break
@@ -368,14 +368,6 @@ class _Measuring:
         safe = 2.0 ** math.floor(math.log2(float(compat.finfo(self.limits.dtype).max) / gradient))
         init = min(max(safe / _HEADROOM, _SMALLEST_SCALE), _LARGEST_SCALE)
         return safe, init if self.limits.dtype == jnp.float16 else 1.0
-
-    def _rows_that_matter(self) -> list[tuple[str, str, Tally]]:
-        return [(row.name, row.phase, tally) for row, tally in self.tallies.items() if row.table == "matters"]
-
-    def _flushed_share(self, path: str, scale: float) -> float:
-        """The share of a module's nonzero gradients that half would flush to zero at a scale."""
-        counts = _by_exponent(self.tallies[_Row("matters", path, BACKWARD)])
-        return self.limits.flushed_share(counts, scale / self.scale)
 
     def _lines(self) -> tuple[str, ...]:
         """The operations outside of named modules that lose values there, with their lines."""
