@@ -313,7 +313,7 @@ class _Passes:
         self._scales = scales if loss_scale is None else (loss_scale,)
         with jax.default_matmul_precision("highest"), autocast_disabled():  # TF32 is too coarse for a reference
             self.expected = self._run(Trial("search", loss, args))
-        self._half = self._trial(Choice(rules))
+        self._half = self._trial(rules)
         self.sites, self.unseen = self._half.sites, not_entered(self._half.sites, evaluated=True)
         self.paths = tuple(dict.fromkeys(site.path for site in self.sites if site.path))
 
@@ -355,7 +355,7 @@ class _Passes:
         if choice.added not in self._seen:
             if self.ended:
                 return math.inf, 0.0
-            trial = self._trial(choice) if choice.added else self._half
+            trial = self._trial(choice.rules) if choice.added else self._half
             self._seen[choice.added] = relative_error(self._run(trial), self.expected), trial.half_share
         return self._seen[choice.added]
 
@@ -369,13 +369,10 @@ class _Passes:
         """Whether as many passes were run as a search may take."""
         return self.count >= _MOST_PASSES
 
-    def _under(self, rules: Rules) -> Loss:
-        return self.loss.under(self.policy, rules)
-
-    def _trial(self, choice: Choice) -> Trial:
+    def _trial(self, rules: Rules) -> Trial:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about operations left in float32, as intended here
-            return Trial("search", self._under(choice.rules), self.args)
+            return Trial("search", self.loss.under(self.policy, rules), self.args)
 
     def scores(self) -> tuple[dict[str, float | None], list[str]]:
         """The scores of modules and lines, and the primitives that lose in several of them, highest first; one pass."""
@@ -383,7 +380,7 @@ class _Passes:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                found = rounding_scores("search", self._under(self._rules), self.args)
+                found = rounding_scores("search", self.loss.under(self.policy, self._rules), self.args)
             except ValueError:  # A loop that only a derivative rule of the user's differentiates: by work, unscored.
                 return dict.fromkeys(sorted(flops := self.flops(), key=lambda name: -flops[name])), []
         squares = [(site, score**2) for site, score in found]
