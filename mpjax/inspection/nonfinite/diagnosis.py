@@ -11,12 +11,12 @@ import numpy as np
 
 from mpjax.inspection.auditing.amplified import amplified
 from mpjax.inspection.auditing.constants import Lost, are_unexplained, lost_constants
-from mpjax.inspection.auditing.scaled_gradients import repeats
+from mpjax.inspection.auditing.scaled_gradients import follows_cotangent, repeats
 from mpjax.program import compat
-from mpjax.program.dtypes import is_float
+from mpjax.program.dtypes import is_float, is_half
 from mpjax.program.inlining import Flow, Node, Value
-from mpjax.program.primitives import MATMULS, Op, primitive
-from mpjax.program.source import BACKWARD, FORWARD
+from mpjax.program.primitives import Op, primitive
+from mpjax.program.source import BACKWARD
 from mpjax.program.tracing import TracedCall
 
 # By name: each operation has its own reason for an inf or NaN, and each form of a cause its own operations.
@@ -27,54 +27,43 @@ class Symptoms:
     """The measurements at the operation that made an inf or NaN.
 
     Args:
-        primitive: The operation.
+        flow, node: The program, and the operation in it.
+        ranges: The ranges of its operands.
         kind: `"inf"` or `"nan"`.
         half: The half dtype of the operation, or else of the program; None if there is none.
-        half_here: Whether the operation itself reads or returns half.
         operands: The operand elements that the element was computed from; NaN where there is no single one (a matmul).
         operands32: The same when the whole program runs in float32; empty if the point was not reached there.
         local: The element if only this operation runs in float32.
         float32: The element if the whole program runs in float32; None if the point was not reached there.
         backward: Whether the operation belongs to the backward pass.
-        scaled: Whether it depends on the cotangent of the loss, which a loss scale multiplies.
         derivative: Whether the forward pass computes it for the derivative alone.
-        of_sqrt: Whether it is the derivative of a square root.
         float8: The float8 dtype of its result; empty for other dtypes.
         constant: Whether the operation only reads an infinite constant.
-        opaque: Whether the operation can run only in the dtypes it was traced for.
         constants: The constants that rounding made zero, one or inf.
         doubtful: Whether a constant of the line is zero in half, and it is not known what was written.
-        masked: Whether it subtracts the maximum of a row from the row.
-        index: The index out of bounds with which a gather made it, in words.
-        rounding: What was rounded before, if the operation amplifies it, and the line that rounded it.
         argument: The argument that the operation casts; empty if it is no such cast.
         where_gradient: Whether the fault only matters in the backward pass, which has a `where` that selects zeros.
         float32_is_fine: Returns whether the function is finite when traced in float32; None if unknown.
     """
 
-    primitive: str
+    flow: Flow
+    node: Node
+    ranges: Sequence[Any]
     kind: str
     half: str | None
-    half_here: bool
     operands: tuple[float, ...]
     operands32: tuple[float, ...]
     local: float
     float32: float | None
     backward: bool
     constant: bool
-    scaled: bool = True
-    derivative: bool = False
-    of_sqrt: bool = False
-    float8: str = ""
-    opaque: bool = False
-    constants: Sequence[Lost] = ()
-    doubtful: bool = False
-    rounding: str = ""
-    masked: bool = False
-    index: str = ""
-    argument: str = ""
-    where_gradient: bool = False
-    float32_is_fine: Callable[[], bool | None] = lambda: False
+    derivative: bool
+    float8: str
+    constants: Sequence[Lost]
+    doubtful: bool
+    argument: str
+    where_gradient: bool
+    float32_is_fine: Callable[[], bool | None]
 
 
 _WHERE_GRADIENT = (
@@ -89,6 +78,7 @@ _SQRT = "the derivative of a square root at zero is infinite (sqrt(x + epsilon) 
 
 def diagnosis_of(found: Symptoms) -> str:
     """The cause and the fix, in one sentence."""
+    flow, node, name = found.flow, found.node, found.node.site.name
     if found.constant:
         what = "an infinite constant" if found.kind == "inf" else "a constant NaN"
         return f"{what} of the program, read here, reaches the result: check the mask or the initial value"
@@ -97,60 +87,58 @@ def diagnosis_of(found: Symptoms) -> str:
             f"overflow of {found.float8} here ({number(found.operands[0])} is beyond its largest number): scale the "
             "values before the cast"
         )
-    cause = _SQRT if found.of_sqrt else _cause(found.primitive, found.operands, found.kind)
-    if cause and found.masked:
+    of_sqrt = found.derivative and is_half_over_sqrt(flow, node)
+    cause = _SQRT if of_sqrt else _cause(name, found.operands, found.kind)
+    if cause and is_of_softmax(flow, node):
         cause += ": the softmax of a row that holds only -inf, as one that is masked as a whole"
-    if cause and found.index:
-        cause = f"{found.index} is {_OUT_OF_BOUNDS}"
-    if found.derivative and cause and not found.of_sqrt:
+    if cause and (index := index_out_of_bounds(flow, node, found.ranges)):
+        cause = f"{index} is {_OUT_OF_BOUNDS}"
+    if found.derivative and cause and not of_sqrt:
         cause = f"a derivative that is not finite here: {cause}"
     value = found.local if found.float32 is None else found.float32
-    grows = found.kind == "inf" and found.primitive in GROWING and not any(map(math.isinf, found.operands))
+    grows = found.kind == "inf" and name in GROWING and not any(map(math.isinf, found.operands))
     if not cause and not math.isfinite(value) and grows:
         cause = "overflow of the operation's own dtype"
-        terms = f" {_SIGNS[found.primitive]} ".join(map(number, found.operands)) if found.primitive in _SIGNS else ""
+        terms = f" {_SIGNS[name]} ".join(map(number, found.operands)) if name in _SIGNS else ""
         cause += f" ({terms})" if terms and all(map(math.isfinite, found.operands)) else ""
     causes = [cause] if cause else []
+    lost = [*dict.fromkeys(f"{constant.text}, at {constant.site.source}" for constant in found.constants)]
+    rounding = amplified_rounding(flow, node)
+    elsewhere = [*lost, rounding] if rounding else lost
     if not math.isfinite(value):
         fine = found.float32_is_fine() if found.half else False
         if fine:
             text = f"{found.half} alone: traced with float32 arguments, all results are finite"
-            return "; ".join([*causes, *_named(found), f"{text}: keep this part in float32"])
+            return "; ".join([*causes, *elsewhere, f"{text}: keep this part in float32"])
         if found.where_gradient:
             return "; ".join([*causes, _WHERE_GRADIENT])
         if not fine and found.constants:
             cure = f"write one that it holds, such as {', '.join(dict.fromkeys(x.instead for x in found.constants))}"
             cure += ", or keep this part in float32" if fine is None else ""
-            return "; ".join([*causes, *_lost_constants(found), cure])
-        if fine is None and (found.opaque or (found.doubtful and _divides_by_zero(cause))):
-            why = f"{found.primitive} can't be run in another dtype" if found.opaque else "a constant may be rounded"
+            return "; ".join([*causes, *lost, cure])
+        is_opaque = primitive(name).op is Op.OPAQUE
+        if fine is None and (is_opaque or (found.doubtful and _divides_by_zero(cause))):
+            why = f"{name} can't be run in another dtype" if is_opaque else "a constant may be rounded"
             return "; ".join([*causes, f"cannot tell whether float32 fails too ({why}): trace the function in float32"])
         fails = "float32 fails too" if found.half else "the program is in float32 here"
         return "; ".join([*causes, f"{fails}: check the data or the model"])
     if found.half is None:  # the float32 run is the same program
         return "; ".join([*causes, "check the data or the model"])
     shown = f"(float32 value {number(value)})"
-    if found.kind == "inf" and found.half_here and not _divides_by_zero(cause):
+    in_half = any(map(is_half, (*node.site.outvars[:1], *node.site.invars)))
+    if found.kind == "inf" and in_half and not _divides_by_zero(cause):
         text = f"overflow of {found.half} here {shown}"
         if found.argument:
             text += (
                 f"; it is in {found.argument}, so no loss scale changes it: scale it down, keep this line in float32, "
                 "or use bfloat16"
             )
-        if found.backward and found.scaled:
+        if found.backward and follows_cotangent(flow, node):
             text += "; in the backward pass: if the loss is scaled, a smaller loss scale may keep it in range"
         return text
-    text = "; ".join([f"{cause or 'NaN'} in {found.half} alone {shown}{_lost(found, cause)}", *_named(found)])
-    return f"{text}: keep {'what it reads' if found.rounding else 'this part'} in float32"
-
-
-def _named(found: Symptoms) -> list[str]:
-    """The lines that caused the fault, where they are others than its own."""
-    return [*_lost_constants(found), *([found.rounding] if found.rounding else [])]
-
-
-def _lost_constants(found: Symptoms) -> list[str]:
-    return [*dict.fromkeys(f"{lost.text}, at {lost.site.source}" for lost in found.constants)]
+    here = f"{cause or 'NaN'} in {found.half} alone {shown}{_lost(found, cause)}"
+    kept = "what it reads" if rounding else "this part"
+    return f"{'; '.join([here, *elsewhere])}: keep {kept} in float32"
 
 
 # From finite operands, an infinite result of these is an overflow.
@@ -272,45 +260,6 @@ def is_half_over_sqrt(flow: Flow, node: Node) -> bool:
         return False
     maker = flow.maker(node.reads[1])
     return maker is not None and maker.site.name == "sqrt"
-
-
-def is_derivative(flow: Flow, node: Node, of_value: set[int]) -> bool:
-    """Whether an equation of the forward pass, or of its recomputation, only computes a derivative.
-
-    Args:
-        flow: The program.
-        node: The equation.
-        of_value: What `primal` finds.
-    """
-    if node.site.phase == FORWARD:
-        return id(node.site.eqn) not in of_value
-    is_power = node.site.name in ("pow", "integer_pow")  # of which the derivative is one too
-    readers = [reader for v in node.writes for reader in flow.readers.get(v, ())]
-    return is_half_over_sqrt(flow, node) or (is_power and all(each.site.phase == BACKWARD for each in readers))
-
-
-def primal(flow: Flow) -> set[int]:
-    """The equations of the forward pass, by `id`, that compute the function's value and not only a derivative."""
-    found = set[int]()
-
-    def mark(level: Flow, live: set[Value]) -> None:
-        # The value of a function of which only the gradient is used has no reader, or is not computed at all.
-        unread = lambda v: v not in flow.readers and v not in level.returned  # noqa: E731
-        for node in reversed(level.nodes):
-            # No derivative of an elementwise operation has matmuls or reductions.
-            computes = node.site.name in MATMULS or primitive(node.site.name).kernel
-            is_value = not live.isdisjoint(node.writes) or all(map(unread, node.writes)) or computes
-            if node.site.phase != BACKWARD and is_value:
-                found.add(id(node.site.eqn))
-                for inner in node.inner:
-                    # The condition of a `while` returns something else.
-                    writes = node.writes if len(node.writes) == len(inner.outputs) else inner.outputs
-                    ends = zip(inner.outputs, writes, strict=True)
-                    mark(inner, {end for end, v in ends if v in live or v is end or unread(v)})
-                live.update(node.reads)
-
-    mark(flow, set(flow.outputs))
-    return found
 
 
 def is_selected(flow: Flow, value: Value) -> bool:

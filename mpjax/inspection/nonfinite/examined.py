@@ -13,7 +13,7 @@ import numpy as np
 from jax.tree_util import Partial
 
 from mpjax.inspection.auditing.constants import Lost
-from mpjax.inspection.nonfinite.diagnosis import is_derivative, primal
+from mpjax.inspection.nonfinite.diagnosis import is_half_over_sqrt
 from mpjax.inspection.nonfinite.provenance import (
     CodeProbe,
     Provenance,
@@ -28,11 +28,11 @@ from mpjax.program import compat
 from mpjax.program.dtypes import is_inexact, widened
 from mpjax.program.graph import Site, lay_out
 from mpjax.program.host import in_host_memory
-from mpjax.program.inlining import Node, Value, flow_of
+from mpjax.program.inlining import Flow, Node, Value, flow_of
 from mpjax.program.interpreter import Arrays, Eager, Instrumented, Key, Notes, Probe, bound
 from mpjax.program.owners import owners_of
-from mpjax.program.primitives import primitive
-from mpjax.program.source import BACKWARD, apart
+from mpjax.program.primitives import MATMULS, primitive
+from mpjax.program.source import BACKWARD, FORWARD, apart
 from mpjax.program.tracing import TracedCall
 
 
@@ -150,7 +150,13 @@ class Examined:
 
     def is_derivative(self, number: int) -> bool:
         """Whether an equation of the forward pass, or of its recomputation, only computes a derivative."""
-        return is_derivative(self.flow, self.nodes[number], self.primal)
+        node = self.nodes[number]
+        if node.site.phase == FORWARD:
+            return id(node.site.eqn) not in self.primal
+        is_power = node.site.name in ("pow", "integer_pow")  # of which the derivative is one too
+        readers = [reader for v in node.writes for reader in self.flow.readers.get(v, ())]
+        is_read_backward = all(each.site.phase == BACKWARD for each in readers)
+        return is_half_over_sqrt(self.flow, node) or (is_power and is_read_backward)
 
     @functools.cached_property
     def nodes(self) -> dict[int, Node]:
@@ -162,8 +168,27 @@ class Examined:
 
     @functools.cached_property
     def primal(self) -> set[int]:
-        """The equations that compute the function's value: see `diagnosis.primal`."""
-        return primal(self.flow)
+        """The equations of the forward pass, by `id`, that compute the function's value and not only a derivative."""
+        flow, found = self.flow, set[int]()
+
+        def mark(level: Flow, live: set[Value]) -> None:
+            # The value of a function of which only the gradient is used has no reader, or is not computed at all.
+            unread = lambda v: v not in flow.readers and v not in level.returned  # noqa: E731
+            for node in reversed(level.nodes):
+                # No derivative of an elementwise operation has matmuls or reductions.
+                computes = node.site.name in MATMULS or primitive(node.site.name).kernel
+                is_value = not live.isdisjoint(node.writes) or all(map(unread, node.writes)) or computes
+                if node.site.phase != BACKWARD and is_value:
+                    found.add(id(node.site.eqn))
+                    for inner in node.inner:
+                        # The condition of a `while` returns something else.
+                        writes = node.writes if len(node.writes) == len(inner.outputs) else inner.outputs
+                        ends = zip(inner.outputs, writes, strict=True)
+                        mark(inner, {end for end, v in ends if v in live or v is end or unread(v)})
+                    live.update(node.reads)
+
+        mark(flow, set(flow.outputs))
+        return found
 
     def name_of(self, leaf: int) -> str:
         """The argument of a leaf, in words."""

@@ -14,9 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.inspection.auditing.constants import as_written, in_float32
-from mpjax.inspection.auditing.scaled_gradients import follows_cotangent
-from mpjax.inspection.nonfinite import diagnosis
-from mpjax.inspection.nonfinite.diagnosis import GROWING, Symptoms, diagnosis_of
+from mpjax.inspection.nonfinite.diagnosis import (
+    GROWING,
+    Symptoms,
+    cast_input,
+    constants_lost,
+    diagnosis_of,
+    is_selected,
+)
 from mpjax.inspection.nonfinite.examined import Examined, first_that_reaches, is_number
 from mpjax.inspection.nonfinite.provenance import MADE
 from mpjax.inspection.reports import Report, Section, array_text
@@ -25,7 +30,6 @@ from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
 from mpjax.program.dtypes import is_half, is_inexact
 from mpjax.program.graph import Block, Site, walk
-from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import BACKWARD, FORWARD, apart
 from mpjax.program.tracing import TracedCall
 
@@ -292,36 +296,31 @@ def _examined(
     kind = "nan" if np.isnan(here["value"]) else "inf"
     fine = math.isfinite(here["float32"] if value is None else value)
     overflows = kind == "inf" and place.name in GROWING
-    cast = diagnosis.cast_input(flow, node)
+    cast = cast_input(flow, node)
     argument = "" if cast is None else program.name_of(cast)
     mask = program.replay.from_masks.get(fault)
     held = "" if mask is None else f" ({program.name_of(mask)} held -inf before the call)"
-    constants, unexplained = ([], False) if overflows else diagnosis.constants_lost(flow, node, original, not fine)
+    constants, unexplained = ([], False) if overflows else constants_lost(flow, node, original, not fine)
     if constants and not math.isfinite(program.point(fault, tuple(here["index"]), held=constants)[1]["value"]):
         constants = []  # A constant that half holds changes nothing.
     outside = (abs(float(np.ravel(c)[0])) for c in block.consts if is_half(c) and np.size(c) == 1)
     symptoms = Symptoms(
-        primitive=place.name,
+        flow=flow,
+        node=node,
+        ranges=here["ranges"],
         kind=kind,
         half=half,
-        half_here=is_half(eqn.outvars[0]) or any(map(is_half, eqn.invars)),
         operands=tuple(map(float, here["operands"])),
         operands32=tuple(map(float, there["operands"])) if reached else (),
         local=float(here["float32"]),
         float32=value,
         backward=not argument and (derivative or place.phase == BACKWARD or _was_finite(program, place)),
-        scaled=follows_cotangent(flow, node),
         argument=argument,
         derivative=derivative,
-        of_sqrt=derivative and diagnosis.is_half_over_sqrt(flow, node),
         float8=out.dtype.name if out.dtype.name.startswith("float8") else "",
         constant=fault.is_constant,
-        opaque=primitive(place.name).op is Op.OPAQUE,
         constants=constants,
         doubtful=unexplained or (not overflows and any(c in (0, 1) for c in outside)),
-        rounding=diagnosis.amplified_rounding(flow, node),
-        index=diagnosis.index_out_of_bounds(flow, node, here["ranges"]),
-        masked=diagnosis.is_of_softmax(flow, node),
         where_gradient=_is_where_gradient(program),
         float32_is_fine=functools.partial(_float32_is_fine, in_float32),
     )
@@ -367,7 +366,7 @@ def _is_where_gradient(program: Examined) -> bool:
     if any(maker is None or maker.site.phase != BACKWARD for maker in makers):
         return False
     operands = zip(program.point(entry)[1]["operands"], program.nodes[entry.number].reads, strict=True)
-    return any(diagnosis.is_selected(flow, v) for value, v in operands if value == 0)
+    return any(is_selected(flow, v) for value, v in operands if value == 0)
 
 
 def _half_name(block: Block, eqn: Any) -> str | None:
