@@ -14,14 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.inspection.auditing.constants import as_written, in_float32
-from mpjax.inspection.nonfinite.diagnosis import (
-    GROWING,
-    Symptoms,
-    cast_input,
-    constants_lost,
-    diagnosis_of,
-    is_selected,
-)
+from mpjax.inspection.nonfinite import diagnosis
+from mpjax.inspection.nonfinite.diagnosis import GROWING, Symptoms, diagnosis_of
 from mpjax.inspection.nonfinite.examined import Examined, first_that_reaches, is_number
 from mpjax.inspection.nonfinite.provenance import MADE
 from mpjax.inspection.reports import Report, Section, array_text
@@ -173,10 +167,7 @@ class NonFinite(Report):
     others: tuple[str, ...] = ()
     iterations: int = 1
 
-    @property
-    def title(self) -> str:
-        """The page's title."""
-        return f"{self._what} found"
+    heading = "{0._what} found"
 
     @property
     def _what(self) -> str:
@@ -296,11 +287,11 @@ def _examined(
     kind = "nan" if np.isnan(here["value"]) else "inf"
     fine = math.isfinite(here["float32"] if value is None else value)
     overflows = kind == "inf" and place.name in GROWING
-    cast = cast_input(flow, node)
+    cast = diagnosis.cast_input(flow, node)
     argument = "" if cast is None else program.name_of(cast)
     mask = program.replay.from_masks.get(fault)
     held = "" if mask is None else f" ({program.name_of(mask)} held -inf before the call)"
-    constants, unexplained = ([], False) if overflows else constants_lost(flow, node, original, not fine)
+    constants, unexplained = ([], False) if overflows else diagnosis.constants_lost(flow, node, original, not fine)
     if constants and not math.isfinite(program.point(fault, tuple(here["index"]), held=constants)[1]["value"]):
         constants = []  # A constant that half holds changes nothing.
     outside = (abs(float(np.ravel(c)[0])) for c in block.consts if is_half(c) and np.size(c) == 1)
@@ -366,7 +357,7 @@ def _is_where_gradient(program: Examined) -> bool:
     if any(maker is None or maker.site.phase != BACKWARD for maker in makers):
         return False
     operands = zip(program.point(entry)[1]["operands"], program.nodes[entry.number].reads, strict=True)
-    return any(is_selected(flow, v) for value, v in operands if value == 0)
+    return any(diagnosis.is_selected(flow, v) for value, v in operands if value == 0)
 
 
 def _half_name(block: Block, eqn: Any) -> str | None:
