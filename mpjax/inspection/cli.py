@@ -113,12 +113,12 @@ def bound_arguments(fun: Callable[..., Any], reference: str, call: Arguments) ->
         signature = inspect.signature(fun)
     except ValueError:  # a builtin
         return call.args, call.kwargs
+    batch = [] if call.batches is None else ["a batch"]
     try:
-        bound = signature.bind(*call.args, *((None,) if call.batches is not None else ()), **call.kwargs)
-        return (bound.args, bound.kwargs) if call.batches is None else (call.args, call.kwargs)
+        bound = signature.bind(*call.args, *batch, **call.kwargs)
+        return (call.args, call.kwargs) if batch else (bound.args, bound.kwargs)
     except TypeError as error:
-        given = [type(x).__name__ for x in call.args] + [f"{name}=" for name in call.kwargs]
-        given += ["a batch"] if call.batches is not None else []
+        given = [type(x).__name__ for x in call.args] + [f"{name}=" for name in call.kwargs] + batch
         raise UsageError(
             f"{reference!r} takes {signature}, and was given ({', '.join(given)}): {error}. Make its arguments with "
             "--args module:make_args."
