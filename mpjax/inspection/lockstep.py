@@ -88,13 +88,10 @@ class Grouped:
         if passes_through(place):
             self._moved.add((place.number, 0))
         self.reads[place.number] = tuple(filter(None, given))
-        is_same = [p is not None and self.groups[p[0]] == group for p in producers]
-        self.own[place.number] = tuple(
-            same and p not in self._moved for same, p in zip(is_same, producers, strict=True)
-        )
-        self.passed_on.update(
-            p for same, p in zip(is_same, producers, strict=True) if p is not None and (inside or not same)
-        )
+        of_group = [p is not None and self.groups[p[0]] == group for p in producers]
+        pairs = list(zip(producers, of_group, strict=True))
+        self.own[place.number] = tuple(same and p not in self._moved for p, same in pairs)
+        self.passed_on.update(p for p, same in pairs if p is not None and (inside or not same))
         for body in place.blocks:
             self._run(body, UNKNOWN)
         return [UNKNOWN if inside else (place.number, i) for i in range(len(place.outvars))]
@@ -119,8 +116,7 @@ def groups_of(block: Block, outer: Group | None = None) -> dict[int, Group]:
     groups: dict[int, Group] = {}
     for place in block.eqns:
         path = place.path
-        inherited = outer is not None and (not path or path == outer.path)
-        group = outer if inherited and outer is not None else Group(path or _function(place), path)
+        group = outer if outer is not None and path in ("", outer.path) else Group(path or _function(place), path)
         groups[place.number] = group
         for inner in place.blocks:
             # JAX caches the traces of its own jitted functions, with the source lines of their first call.
