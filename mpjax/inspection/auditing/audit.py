@@ -13,7 +13,7 @@ import jax.extend
 import jax.numpy as jnp
 
 from mpjax.casting.setting import Trial
-from mpjax.inspection.auditing.communication import Collective, collectives_of_call, device_count, widens_bfloat16
+from mpjax.inspection.auditing.communication import Collective, collectives, device_count, widens_bfloat16
 from mpjax.inspection.auditing.constants import as_written
 from mpjax.inspection.auditing.matmuls import casts_of, findings_of, matmuls_of, traffic_gain, widened_at
 from mpjax.inspection.auditing.report import Kept
@@ -129,8 +129,9 @@ def _communication(
     """The collectives of a call, or None for one device; and a note if they could not be determined."""
     if device_count((args, kwargs)) == 1 and not any(site.name in ("shard_map", "xla_pmap") for site in sites):
         return None, []
-    try:
-        found = collectives_of_call(program)
+    try:  # It is compiled, and not run.
+        compiled = jax.jit(jax.extend.core.jaxpr_as_fun(program.jaxpr)).lower(*program.arrays).compile()
+        found = collectives(compiled.as_text() or "")
     except Exception as error:  # such as a mesh of devices that this machine does not have
         return None, [f"communication is not known, because the program can't be compiled here: {reason(error)}"]
     uses_bfloat16 = any(v.aval.dtype == jnp.bfloat16 for site in sites for v in site.outvars if is_float(v))

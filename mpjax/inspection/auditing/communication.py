@@ -9,13 +9,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
-import jax.extend
 import numpy as np
 
 from mpjax.inspection.profiling.hlo import HloModule, Line, iterations, module_path, sizes
 from mpjax.inspection.reports import Section, added_up, amount, by_key
 from mpjax.program import compat
-from mpjax.program.tracing import TracedCall
 
 # By name: XLA's opcodes.
 
@@ -65,12 +63,6 @@ def widens_bfloat16(args: Any) -> bool:
 def _device_sets(args: Any) -> list[set[jax.Device]]:
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
     return [s.device_set for s in shardings if isinstance(s, jax.sharding.Sharding)]
-
-
-def collectives_of_call(program: TracedCall) -> tuple[Collective, ...]:
-    """The collectives of a traced call, compiled for the devices of its arguments but not run."""
-    run = jax.jit(jax.extend.core.jaxpr_as_fun(program.jaxpr))
-    return collectives(run.lower(*program.arrays).compile().as_text() or "")
 
 
 def collectives(text: str) -> tuple[Collective, ...]:

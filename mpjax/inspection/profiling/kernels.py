@@ -149,7 +149,7 @@ def split(trace: Trace, events: Sequence[Event], start: float, executions: int, 
     gaps = [gap for gap in idle if gap[1] > gap[0]]
     exposed, compilation = profiler_trace.overlap(gaps, fetching), profiler_trace.overlap(gaps, compiling)
     dispatch = stop - start - seconds - exposed - compilation
-    return Split(seconds / executions, exposed / executions, dispatch / executions, compilation / executions)
+    return Split(*(part / executions for part in (seconds, exposed, dispatch, compilation)))
 
 
 def comparable(trace: Trace, events: Sequence[Event]) -> bool:
