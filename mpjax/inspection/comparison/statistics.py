@@ -212,11 +212,8 @@ def _seeds_needed(differences: Sequence[float], noise: float) -> int | None:
     if n < 2:
         return FEWEST_SEEDS
     mean, deviation = abs(float(np.mean(differences))), float(np.std(differences, ddof=1))
-    for more in range(max(n + 1, FEWEST_SEEDS), _MOST_SEEDS + 1):
-        half = half_width(more, deviation)
-        if mean + half <= noise or mean - half > 0:
-            return more
-    return None
+    halves = {more: half_width(more, deviation) for more in range(max(n + 1, FEWEST_SEEDS), _MOST_SEEDS + 1)}
+    return next((more for more, half in halves.items() if mean + half <= noise or mean - half > 0), None)
 
 
 def rounded(value: float, margin: float) -> str:
@@ -253,12 +250,12 @@ def losses(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
     """
     steps = min(len(run.losses) for run in runs)
     ends = np.unique(np.linspace(0, steps, min(_WINDOWS, steps) + 1).round().astype(int))[1:]
-    found = np.empty((len(runs), len(ends)))
-    for row, run in zip(found, runs, strict=True):
-        for i, part in enumerate(np.split(np.asarray(run.losses[:steps]), ends[:-1])):
-            finite = part[np.isfinite(part)]
-            row[i] = finite.mean() if finite.size else np.inf
-    return ends, found
+
+    def mean(window: np.ndarray) -> float:
+        finite = window[np.isfinite(window)]
+        return float(finite.mean()) if finite.size else math.inf
+
+    return ends, np.array([[*map(mean, np.split(np.asarray(run.losses[:steps]), ends[:-1]))] for run in runs])
 
 
 def differences(runs: Sequence[Run], baseline: Sequence[Run]) -> Band:
