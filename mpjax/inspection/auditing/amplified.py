@@ -120,14 +120,14 @@ class Amplified(NamedTuple):
         return f"{what}, rounded to {self.dtype} by {self.rounding.site.label}: {self.why}"
 
 
-def amplified(flow: Flow) -> tuple[list[Amplified], dict[Value, Facts]]:
+def amplified(flow: Flow) -> tuple[list[Amplified], Callable[[Value], Facts]]:
     """The amplified roundings of a program's forward pass, one for each line that amplifies and line that rounds.
 
-    Also returns what is known of each value.
+    Also returns a function that tells what is known of a value.
     """
     found = _Roundings()
     found.run(flow, [found.of(v) for v in flow.inputs])
-    return list(found.amplified.values()), found.facts
+    return list(found.amplified.values()), found.of
 
 
 _LARGEST = 2**22  # Closed-over weights are too large to scan, and their bounds are of no use.

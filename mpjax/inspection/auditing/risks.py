@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.inspection.auditing.amplified import SUMS, Amplified, Facts, amplified, exact_up_to, of_constant, terms_of
+from mpjax.inspection.auditing.amplified import SUMS, Amplified, Facts, amplified, exact_up_to, terms_of
 from mpjax.inspection.auditing.constants import Lost, lost_constants, rounded, rounded_text
 from mpjax.inspection.auditing.scaled_gradients import repeats, scaling_risks, unchecked
 from mpjax.inspection.reports import by_key
@@ -131,7 +131,7 @@ def _loss(flow: Flow) -> Iterator[RiskySite]:
             yield "loss", node.site, value.aval.dtype.name, MEANINGS["loss"]
 
 
-def _constants(node: Node, known: dict[Value, Facts]) -> Iterator[RiskySite]:
+def _constants(node: Node, known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
     """Constants that overflow, vanish or lose digits in half."""
     row = primitive(node.site.name)
     if row.op is Op.CONVERT:
@@ -143,15 +143,15 @@ def _constants(node: Node, known: dict[Value, Facts]) -> Iterator[RiskySite]:
                 why = f"a constant is beyond {value.aval.dtype.name}'s range; jnp.finfo(dtype).min fits"
                 yield "overflow", node.site, value.aval.dtype.name, why
     elif node.site.name == "iota" and is_half(node.writes[0]):
-        yield from _inexact(node.site, node.writes[0].aval.dtype, known.get(node.writes[0], Facts()))
+        yield from _inexact(node.site, node.writes[0].aval.dtype, known(node.writes[0]))
 
 
-def _wraps(node: Node, known: dict[Value, Facts]) -> Iterator[RiskySite]:
+def _wraps(node: Node, known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
     """Sums and matmuls of small integers whose bound is beyond the dtype of the result."""
     out = node.writes[0].aval.dtype if node.site.name in SUMS else np.dtype(np.float32)
     if out.kind not in "iu" or out.itemsize > 2:
         return
-    facts = (of_constant(v.constant) if v.constant is not None else known.get(v, Facts()) for v in node.reads)
+    facts = (known(v) for v in node.reads)
     sizes = [np.iinfo(v.aval.dtype) for v in node.reads]
     factors = [min(f.largest, max(-float(size.min), float(size.max))) for f, size in zip(facts, sizes, strict=True)]
     terms, most = terms_of(node.site), np.iinfo(out).max
@@ -160,9 +160,9 @@ def _wraps(node: Node, known: dict[Value, Facts]) -> Iterator[RiskySite]:
         yield "wraps", node.site, out.name, f"{terms} terms of up to {what} in {out.name}, which ends at {most}"
 
 
-def _cast(node: Node, known: dict[Value, Facts]) -> Iterator[RiskySite]:
+def _cast(node: Node, known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
     source, target = node.reads[0], node.writes[0]
-    value = known.get(target, Facts())
+    value = known(target)
     if is_half(target) and value.written and not is_half(source):
         limits, dtype = compat.finfo(target.aval.dtype), target.aval.dtype.name
         if math.isfinite(value.largest) and value.largest > float(limits.max):
@@ -232,7 +232,7 @@ def _amplified(roundings: Iterable[Amplified]) -> Iterator[RiskySite]:
 _SMALL_FACTOR, _KEEPING_FACTOR = 0.05, 0.9
 
 
-def _updates(flow: Flow, known: dict[Value, Facts]) -> Iterator[RiskySite]:
+def _updates(flow: Flow, known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
     """Results that add a small multiple of a value to a half argument: updates that half may round away."""
 
     def source(value: Value) -> Value:
@@ -244,7 +244,7 @@ def _updates(flow: Flow, known: dict[Value, Facts]) -> Iterator[RiskySite]:
         if node is None or node.site.name != "mul":
             return math.nan, None
         for number, other in zip(node.reads, node.reads[::-1], strict=True):
-            facts = of_constant(number.constant) if number.constant is not None else known.get(number, Facts())
+            facts = known(number)
             if facts.is_constant:
                 return facts.largest, source(other)
         return math.nan, None
