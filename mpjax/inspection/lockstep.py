@@ -18,7 +18,7 @@ from mpjax.program.dtypes import is_float, is_half, is_low, narrowed, widened
 from mpjax.program.evaluator import evaluate
 from mpjax.program.graph import Block, Site
 from mpjax.program.host import on_host_or_compiled
-from mpjax.program.interpreter import Eager, Instrumented, Key, Probe, bound
+from mpjax.program.interpreter import Arrays, Eager, Instrumented, Key, Notes, Probe, bound
 from mpjax.program.primitives import primitive
 from mpjax.program.source import informative_frame
 
@@ -172,9 +172,7 @@ class Lockstep(Instrumented):
         inside.own = self.own
         return inside
 
-    def _evaluate(
-        self, place: Site, ins: Sequence[Any], iteration: Sequence[Any]
-    ) -> tuple[Sequence[Any], dict[Key, Any]]:
+    def _evaluate(self, place: Site, ins: Arrays, iteration: Arrays) -> tuple[Arrays, Notes]:
         if is_transparent(place) or passes_through(place):
             return super()._evaluate(place, ins, iteration)
         if place.blocks:
@@ -240,9 +238,7 @@ class ErrorProbe(Probe):
         self.noted = [("error", n, i) for n, i in sorted(measured) if is_float(places[n].outvars[i])]
         self._measured = by_key((n, i) for _, n, i in self.noted)
 
-    def equation(
-        self, place: Site, iteration: Sequence[Any], ins: Sequence[Any], outs: Sequence[Any], rerun: Callable[..., Any]
-    ) -> dict[Key, Any]:
+    def equation(self, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays, rerun: Callable[..., Any]) -> Notes:
         measured = {("error", place.number, i): outs[i] for i in self._measured.get(place.number, ())}
         return {key: error_note(*x) for key, x in measured.items() if not (x.half is x.fresh is x.exact)}
 
