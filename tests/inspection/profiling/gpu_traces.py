@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jax.profiler import ProfileData
 
 from mpjax.inspection.profiling.kernels import Kernel, Split
-from mpjax.inspection.profiling.report import Advice, ProfileReport, advise
+from mpjax.inspection.profiling.profile import Advice, ProfileReport, advise
 
 
 class Span(NamedTuple):
