@@ -13,7 +13,7 @@ import jax
 
 from mpjax.inspection.auditing.matmuls import Matmul, matmuls_of
 from mpjax.inspection.devices import device_of
-from mpjax.inspection.profiling import hlo, kernels, profiler_trace
+from mpjax.inspection.profiling import hlo, kernels
 from mpjax.inspection.profiling.hlo import HloModule
 from mpjax.inspection.profiling.kernels import Kernel, Split
 from mpjax.inspection.profiling.stepping import Recompilation, Stepper
@@ -161,7 +161,7 @@ class Recording:
         instructions: The program's instructions, by name.
     """
 
-    trace: profiler_trace.Trace
+    trace: kernels.Trace
     text: dataclasses.InitVar[str]
     steps: int
     recompilation: Recompilation | None = None
@@ -185,7 +185,7 @@ class Recording:
 
 
 def _record(stepper: Stepper, steps: int) -> Recording:
-    with profiler_trace.tracing() as recorded:
+    with kernels.tracing() as recorded:
         stepper.run(steps + 1)
     text = stepper.text if stepper.jitted else ""
     return Recording(recorded[0], text, steps, stepper.recompilation, stepper.compiled)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpjax.inspection.profiling import profiler_trace
+from mpjax.inspection.profiling.kernels import DISPATCH, INPUT, WAIT, mark
 from mpjax.inspection.reports import array_text
 from mpjax.inspection.trials import argument_name
 from mpjax.program.source import is_library, reason, traceback_line
@@ -116,7 +116,6 @@ def _first(texts: Sequence[str]) -> list[str]:
 
 
 _MANY_SHAPES = 5  # After this many recompiled steps in a row, every step is assumed to recompile.
-INPUT, DISPATCH, WAIT = "input", "dispatch", "wait"  # Names of the host's marks in traces.
 
 
 class Stepper:
@@ -208,14 +207,14 @@ class Stepper:
             for _ in range(steps):
                 self.last_batch = self._next()
                 args, before, count = self._args, compilations.seconds, compilations.count
-                with profiler_trace.mark(DISPATCH):
+                with mark(DISPATCH):
                     self.out = self.step(*args, *self.last_batch, **self._kwargs)
                     self._carry_on()
                 self.compiled.append(compilations.count > count)
                 if self.compiled[-1]:
                     self._seconds_again += compilations.seconds - before
                     self._calls.append(described((*args, *self.last_batch)))
-            with profiler_trace.mark(WAIT):
+            with mark(WAIT):
                 jax.block_until_ready((self.out, self._args))
 
     def warm_up(self) -> bool:
@@ -282,7 +281,7 @@ class Stepper:
     def _next(self) -> tuple[Any, ...]:
         if self._batches is None:
             return ()
-        with profiler_trace.mark(INPUT):
+        with mark(INPUT):
             return (next(self._batches),)
 
     def _carry_on(self) -> None:
