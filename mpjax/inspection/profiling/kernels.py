@@ -39,14 +39,14 @@ import dataclasses
 import pathlib
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.profiler import ProfileData
 
 from mpjax.inspection.profiling import hlo
-from mpjax.inspection.reports import added_up, by_key
+from mpjax.inspection.reports import added_up, by_key, totals
 
 MARK = "mpjax."  # Prefix of mpjax's own host annotations.
 INPUT, DISPATCH, WAIT = "input", "dispatch", "wait"  # Their names.
@@ -262,121 +262,125 @@ class Split:
         return self.device + self.input + self.dispatch + self.compilation
 
 
-def of_program(trace: Trace, program: str) -> list[Event]:
-    """The events of one program. Events without a recorded program are included."""
-    own = [event for event in trace.kernels if event.program in ("", program)]
-    return own if program and own else list(trace.kernels)
-
-
-def after_first(trace: Trace, events: Sequence[Event], executions: int, program: str) -> tuple[list[Event], float]:
-    """The events of all executions except the first, and the end of the first.
+@dataclasses.dataclass(eq=False, repr=False)
+class Recording:
+    """A trace of a step and its program.
 
     Args:
-        trace: The trace, with the host's marks.
-        events: The events, ordered by their start.
-        executions: Number of executions on each device. They do not overlap.
-        program: The program whose events these are; empty if each execution runs several.
+        trace: The trace of `steps` + 1 executions of the step. On each device, they do not overlap.
+        text: The step's optimized HLO; empty if each execution runs several programs.
+        steps: Number of executions that count. The first execution only fills the pipeline.
+        compiled: For each execution, whether it was recompiled.
+
+    Attributes:
+        events: The kernels of the executions that count, ordered by their start.
+        start: The end of the first execution, in seconds.
+        instructions: The program's instructions, by name.
     """
-    dispatches = trace.marks.get(DISPATCH, [])
-    if not program and len(dispatches) > 1:
-        start = dispatches[0][1]
-        return [event for event in events if event.end > start], start
-    count = len(events) // executions  # All have the same kernels.
-    start = max((event.end for event in events[:count]), default=events[0].start if events else 0.0)
-    return [*events[count:]], start
 
+    trace: Trace
+    text: dataclasses.InitVar[str]
+    steps: int
+    compiled: Sequence[bool] = ()
 
-def split(trace: Trace, events: Sequence[Event], start: float, executions: int, compiled: Sequence[bool] = ()) -> Split:
-    """Splits the time from `start` to the end of the last kernel, per execution.
+    def __post_init__(self, text: str) -> None:
+        program = hlo.HloModule(text)
+        self.instructions = hlo.instructions(program)
+        # Events without a recorded program are included.
+        own = [event for event in self.trace.kernels if event.program in ("", program.name)]
+        events = own if program.name and own else list(self.trace.kernels)
+        dispatches = self.trace.marks.get(DISPATCH, [])
+        if not program.name and len(dispatches) > 1:
+            self.start = dispatches[0][1]
+            self.events = [event for event in events if event.end > self.start]
+        else:
+            count = len(events) // (self.steps + 1)  # All have the same kernels.
+            self.start = max((event.end for event in events[:count]), default=events[0].start if events else 0.0)
+            self.events = events[count:]
 
-    Args:
-        trace: The trace, with the host's marks.
-        events: The kernels of the executions.
-        start: The end of the previous kernels, in seconds.
-        executions: Number of executions.
-        compiled: Whether each call of the step compiled, including the first call.
-    """
-    dispatches = trace.marks.get(DISPATCH, [])
-    compiling = union(span for span, new in zip(dispatches, compiled, strict=False) if new)
-    if not events or not comparable(trace, events):
-        return _by_host(trace, executions, compiling)
-    device = max({event.device for event in events}, key=lambda d: sum(e.seconds for e in events if e.device == d))
-    spans = _busy([event for event in events if event.device == device])
-    busy = [(max(begin, start), end) for begin, end in spans if end > start]
-    stop = max([busy[-1][1], *(end for _, end in dispatches)])
-    ours = set(map(id, events))
-    # A kernel of another program is that of an input pipeline that computes with JAX.
-    others = [(event.start, event.end) for event in trace.kernels if id(event) not in ours and event.start >= start]
-    fetching = union([*trace.marks.get(INPUT, ()), *trace.transfers, *others])
-    edges = [start, *(edge for span in busy for edge in span), stop]
-    idle = zip(edges[::2], edges[1::2], strict=True)
-    seconds = length(busy)
-    gaps = [gap for gap in idle if gap[1] > gap[0]]
-    exposed, compilation = overlap(gaps, fetching), overlap(gaps, compiling)
-    dispatch = stop - start - seconds - exposed - compilation
-    return Split(*(part / executions for part in (seconds, exposed, dispatch, compilation)))
+    @property
+    def hidden(self) -> float:
+        """The share of a GPU's kernel time without a known instruction of the program.
 
+        XLA launches most of a program as CUDA graphs (command buffers), whose kernels are recorded under the graph's
+        name.
+        """
+        seconds = totals((event.op in self.instructions, event.seconds) for event in self.events if self.trace.gpu)
+        return seconds.get(False, 0.0) / sum(seconds.values()) if seconds else 0.0
 
-def comparable(trace: Trace, events: Sequence[Event]) -> bool:
-    """Whether kernels and host share a clock: the kernels that the host waited for lie within its marks."""
-    ends = [end for spans in trace.marks.values() for _, end in spans]
-    return bool(ends) and events[len(events) // 2].start <= max(ends)
+    @property
+    def comparable(self) -> bool:
+        """Whether kernels and host share a clock: the kernels that the host waited for lie within its marks."""
+        ends = [end for spans in self.trace.marks.values() for _, end in spans]
+        return bool(ends and self.events) and self.events[len(self.events) // 2].start <= max(ends)
 
+    def split(self) -> Split:
+        """Splits the time from `start` to the end of the last kernel, per execution."""
+        trace, events, start, executions = self.trace, self.events, self.start, self.steps
+        dispatches = trace.marks.get(DISPATCH, [])
+        compiling = union(span for span, new in zip(dispatches, self.compiled, strict=False) if new)
+        if not self.comparable:
+            return self._by_host(compiling)
+        device = max({event.device for event in events}, key=lambda d: sum(e.seconds for e in events if e.device == d))
+        spans = _busy([event for event in events if event.device == device])
+        busy = [(max(begin, start), end) for begin, end in spans if end > start]
+        stop = max([busy[-1][1], *(end for _, end in dispatches)])
+        ours = set(map(id, events))
+        # A kernel of another program is that of an input pipeline that computes with JAX.
+        others = [(event.start, event.end) for event in trace.kernels if id(event) not in ours and event.start >= start]
+        fetching = union([*trace.marks.get(INPUT, ()), *trace.transfers, *others])
+        edges = [start, *(edge for span in busy for edge in span), stop]
+        idle = zip(edges[::2], edges[1::2], strict=True)
+        seconds = length(busy)
+        gaps = [gap for gap in idle if gap[1] > gap[0]]
+        exposed, compilation = overlap(gaps, fetching), overlap(gaps, compiling)
+        dispatch = stop - start - seconds - exposed - compilation
+        return Split(*(part / executions for part in (seconds, exposed, dispatch, compilation)))
 
-def _by_host(trace: Trace, executions: int, compiling: Spans) -> Split:
-    """The split by the host's times, which do not show overlap, for traces without comparable kernels."""
-    spent = {name: length(union(spans)) for name, spans in trace.marks.items()}
-    compilation = length(compiling) / (executions + 1)
-    names = WAIT, INPUT, DISPATCH
-    device, fetching, dispatch = (spent.get(name, 0.0) / (executions + 1) for name in names)
-    return Split(device, fetching, dispatch - compilation, compilation)
+    def _by_host(self, compiling: Spans) -> Split:
+        """The split by the host's times, which do not show overlap, for traces without comparable kernels."""
+        spent = {name: length(union(spans)) for name, spans in self.trace.marks.items()}
+        executions = self.steps + 1
+        compilation = length(compiling) / executions
+        device, fetching, dispatch = (spent.get(name, 0.0) / executions for name in (WAIT, INPUT, DISPATCH))
+        return Split(device, fetching, dispatch - compilation, compilation)
+
+    def kernels(self, gpu: bool, capability: float | None = None) -> tuple[Kernel, ...]:
+        """The kernels of one execution on one device, summed by kernel and instruction, longest first.
+
+        Args:
+            gpu: Whether the events are from a GPU.
+            capability: The GPU's compute capability.
+        """
+        by_kernel_name = {kernel_name(name): i for name, i in self.instructions.items()}
+        has_gradient = any(instruction.differentiated for instruction in self.instructions.values())
+        known = (self.instructions.get(e.op) or by_kernel_name.get(e.name, hlo.UNKNOWN) for e in self.events)
+        times = added_up(
+            ((event.name, instruction), (event.seconds, 1))
+            for event, instruction in zip(self.events, known, strict=True)
+            if instruction.kind != hlo.CONTROL  # A CPU's trace also has the kernels inside.
+        )
+        each = self.steps * len({event.device for event in self.events})
+        kernels = []
+        for (name, instruction), (seconds, calls) in times.items():
+            kind = instruction.kind
+            if instruction is hlo.UNKNOWN or (kind in hlo.ON_TENSOR_CORES and gpu):
+                kind = work_of(name) or kind  # A library call may be several kernels.
+            uses = uses_tensor_cores(name, instruction, capability) if gpu else None
+            why_not = _why_not(instruction) if uses is False and kind in hlo.ON_TENSOR_CORES else ""
+            updates = has_gradient and instruction is not hlo.UNKNOWN and not instruction.differentiated
+            dtype = "/".join(sorted(instruction.dtypes))
+            place = instruction.module, instruction.source, instruction.path, instruction.backward, dtype
+            kernels.append(
+                Kernel(name, instruction.name, kind, *place, seconds / each, calls / each, uses, why_not, updates)
+            )
+        return tuple(sorted(kernels, key=lambda kernel: -kernel.seconds))
 
 
 def _busy(events: Sequence[Event]) -> list[tuple[float, float]]:
     """The times in which a device works. A CPU does so from the start to the end of a program."""
     runs = by_key((event.run or -i, event) for i, event in enumerate(events))
     return union((min(e.start for e in run), max(e.end for e in run)) for run in runs.values())
-
-
-def summed(
-    events: Sequence[Event],
-    instructions: Mapping[str, hlo.Instruction],
-    executions: int,
-    gpu: bool,
-    capability: float | None = None,
-) -> tuple[Kernel, ...]:
-    """The kernels of one execution on one device, summed by kernel and instruction, longest first.
-
-    Args:
-        events: The program's events.
-        instructions: The program's instructions, by name.
-        executions: Number of executions in the events.
-        gpu: Whether the events are from a GPU.
-        capability: The GPU's compute capability.
-    """
-    by_kernel_name = {kernel_name(name): i for name, i in instructions.items()}
-    has_gradient = any(instruction.differentiated for instruction in instructions.values())
-    known = [instructions.get(event.op) or by_kernel_name.get(event.name, hlo.UNKNOWN) for event in events]
-    times = added_up(
-        ((event.name, instruction), (event.seconds, 1))
-        for event, instruction in zip(events, known, strict=True)
-        if instruction.kind != hlo.CONTROL  # A CPU's trace also has the kernels inside.
-    )
-    each = executions * len({event.device for event in events})
-    kernels = []
-    for (name, instruction), (seconds, calls) in times.items():
-        kind = instruction.kind
-        if instruction is hlo.UNKNOWN or (kind in hlo.ON_TENSOR_CORES and gpu):
-            kind = work_of(name) or kind  # A library call may be several kernels.
-        uses = uses_tensor_cores(name, instruction, capability) if gpu else None
-        why_not = _why_not(instruction) if uses is False and kind in hlo.ON_TENSOR_CORES else ""
-        updates = has_gradient and instruction is not hlo.UNKNOWN and not instruction.differentiated
-        place = instruction.module, instruction.source, instruction.path, instruction.backward
-        dtype = "/".join(sorted(instruction.dtypes))
-        kernels.append(
-            Kernel(name, instruction.name, kind, *place, dtype, seconds / each, calls / each, uses, why_not, updates)
-        )
-    return tuple(sorted(kernels, key=lambda kernel: -kernel.seconds))
 
 
 _ORDINARY = re.compile(

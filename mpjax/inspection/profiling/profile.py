@@ -13,9 +13,8 @@ import jax
 
 from mpjax.inspection.auditing.matmuls import Matmul, matmuls_of
 from mpjax.inspection.devices import device_of
-from mpjax.inspection.profiling import hlo, kernels
-from mpjax.inspection.profiling.hlo import HloModule
-from mpjax.inspection.profiling.kernels import Kernel, Split
+from mpjax.inspection.profiling import hlo
+from mpjax.inspection.profiling.kernels import Kernel, Recording, Split, tracing
 from mpjax.inspection.profiling.stepping import Recompilation, Stepper
 from mpjax.inspection.reports import Report, Section, added_up, amount, by_key, duration, folded, totals
 from mpjax.program.graph import walk
@@ -94,9 +93,10 @@ def profile(
     timing = Timing(stepper.timed(steps), stepper.compile_seconds)
     jitted, copied = stepper.jitted, stepper.copied
     whole = detailed = _record(stepper, steps)
+    recompilation = stepper.recompilation
     notes = list(stepper.notes())
     # Compiled as a whole, a step that compiles again at each call would keep a value that it changes.
-    if not stepper.jitted and not stepper.why_not and whole.recompilation is None:
+    if not stepper.jitted and not stepper.why_not and recompilation is None:
         stepper = stepper.under_jit()
         stepper.warm_up()
         timing = timing._replace(compiled=stepper.timed(steps))
@@ -124,6 +124,7 @@ def profile(
         timing,
         device=runs_on.device_kind,
         capability=_capability(runs_on),
+        recompilation=recompilation,
         jitted=jitted,
         copied=copied,
         reads_at=stepper.reads_at,
@@ -144,51 +145,10 @@ class Timing(NamedTuple):
     compiled: float | None = None
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class Recording:
-    """A trace of a step and its program.
-
-    Args:
-        trace: The trace of `steps` + 1 executions of the step.
-        text: The step's optimized HLO.
-        steps: Number of executions that count. The first execution only fills the pipeline.
-        recompilation: The compilations in the executions that count, if any.
-        compiled: For each execution, whether it was recompiled.
-
-    Attributes:
-        events: The kernels of the executions that count.
-        start: Their start, in seconds.
-        instructions: The program's instructions, by name.
-    """
-
-    trace: kernels.Trace
-    text: dataclasses.InitVar[str]
-    steps: int
-    recompilation: Recompilation | None = None
-    compiled: Sequence[bool] = ()
-
-    def __post_init__(self, text: str) -> None:
-        program = HloModule(text)
-        self.instructions = hlo.instructions(program)
-        events = kernels.of_program(self.trace, program.name)
-        self.events, self.start = kernels.after_first(self.trace, events, self.steps + 1, program.name)
-
-    @property
-    def hidden(self) -> float:
-        """The share of a GPU's kernel time without a known instruction of the program.
-
-        XLA launches most of a program as CUDA graphs (command buffers), whose kernels are recorded under the graph's
-        name.
-        """
-        seconds = totals((event.op in self.instructions, event.seconds) for event in self.events if self.trace.gpu)
-        return seconds.get(False, 0.0) / sum(seconds.values()) if seconds else 0.0
-
-
 def _record(stepper: Stepper, steps: int) -> Recording:
-    with kernels.tracing() as recorded:
+    with tracing() as recorded:
         stepper.run(steps + 1)
-    text = stepper.text if stepper.jitted else ""
-    return Recording(recorded[0], text, steps, stepper.recompilation, stepper.compiled)
+    return Recording(recorded[0], stepper.text if stepper.jitted else "", steps, stepper.compiled)
 
 
 def report_of(
@@ -198,6 +158,7 @@ def report_of(
     *,
     device: str,
     capability: float | None = None,
+    recompilation: Recompilation | None = None,
     notes: Iterable[str] = (),
     **conditions: Any,
 ) -> ProfileReport:
@@ -209,6 +170,7 @@ def report_of(
         timing: Wall times without the profiler.
         device: The device's name.
         capability: An NVIDIA GPU's compute capability; None for other devices.
+        recompilation: The compilations in the executions that count, if any.
         notes: Further notes.
         conditions: `jitted`, `copied` and `reads_at` of `advise`.
     """
@@ -219,12 +181,12 @@ def report_of(
         step_seconds=timing.step,
         compile_seconds=timing.compile,
         compiled_seconds=timing.compiled,
-        split=kernels.split(whole.trace, whole.events, whole.start, whole.steps, whole.compiled),
-        kernels=kernels.summed(detailed.events, detailed.instructions, detailed.steps, gpu, capability),
+        split=whole.split(),
+        kernels=detailed.kernels(gpu, capability),
         gpu=gpu,
         advice=(),
         notes=(*notes, *_notes(whole, gpu)),
-        recompilation=whole.recompilation,
+        recompilation=recompilation,
     )
     callbacks = [i for i in detailed.instructions.values() if i.kind == hlo.CALLBACK]
     return dataclasses.replace(report, advice=advise(report, callbacks=callbacks, **conditions))
@@ -250,7 +212,7 @@ def _capability(device: Any) -> float | None:
 def _notes(recording: Recording, gpu: bool) -> Iterable[str]:
     if not recording.events:
         yield "the trace has no kernels: the split is by the host's time, which hides overlap"
-    elif not kernels.comparable(recording.trace, recording.events):
+    elif not recording.comparable:
         yield "kernels and host have no common clock: the split is by the host's time, which hides overlap"
     if recording.events and not recording.trace.gpu:
         yield "no GPU: kernels are those of the CPU, which has no Tensor Cores, and whose kernel times are not reliable"

@@ -15,8 +15,8 @@ import pytest
 import mpjax
 from mpjax.inspection.profiling import hlo
 from mpjax.inspection.profiling.hlo import HloModule
-from mpjax.inspection.profiling.kernels import Kernel, Split, read, uses_tensor_cores
-from mpjax.inspection.profiling.profile import Recording, Timing, report_of
+from mpjax.inspection.profiling.kernels import Kernel, Recording, Split, read, uses_tensor_cores
+from mpjax.inspection.profiling.profile import Timing, report_of
 from mpjax.inspection.profiling.stepping import Stepper, seconds_per_step
 from testing.gpu_program import GPU_PROGRAM
 from tests.inspection.profiling.gpu_traces import Span, advised, kernel, profile_data, transfer
