@@ -14,15 +14,7 @@ from jax.tree_util import Partial
 
 from mpjax.inspection.auditing.constants import Lost
 from mpjax.inspection.nonfinite.diagnosis import is_half_over_sqrt
-from mpjax.inspection.nonfinite.provenance import (
-    CodeProbe,
-    Provenance,
-    Replay,
-    TripProbe,
-    code_of,
-    code_of_argument,
-    first_fault,
-)
+from mpjax.inspection.nonfinite.provenance import CodeProbe, Provenance, Replay, TripProbe, code_of, code_of_argument
 from mpjax.inspection.trials import argument_name
 from mpjax.program import compat
 from mpjax.program.dtypes import is_inexact, widened
@@ -40,8 +32,7 @@ class Examined:
     """A program laid out. Its leaves are its arguments, followed by the arrays that it closes over.
 
     Attributes:
-        codes: The codes of its results, once its fault was searched.
-        replay: What led to them.
+        replay: What led to its results, once its fault was searched.
         finite: The numbers of the equations whose elements are made finite, because their fault is known.
         finite_leaves: The same of leaves.
         kept: The last fault that was made finite.
@@ -59,7 +50,6 @@ class Examined:
         self.kept: Provenance | None = None
         self.compiled: Mapping[int, Callable[..., Any]] = {}
         self.most: dict[int, int] = {}
-        self.codes: Sequence[int]
         self.replay: Replay
         self.evaluated: Eager
         if (probe := TripProbe(self.places.values())).noted:
@@ -71,9 +61,9 @@ class Examined:
         """The first fault. Without faults that are known, one that does not depend on the numbers that replace them."""
         self.evaluated = self.evaluation(CodeProbe(self.places))
         self.evaluated.known = self.known()
-        fault, self.codes, self.replay = self.replayed()
-        self.compiled = self.compiled or self.evaluated.compiled
-        return None if fault is not None and self.is_repaired and self.replayed(seed=1)[0] != fault else fault
+        self.replay = self.replayed()
+        self.compiled, fault = self.compiled or self.evaluated.compiled, self.replay.fault
+        return None if fault is not None and self.is_repaired and self.replayed(seed=1).fault != fault else fault
 
     @property
     def fault(self) -> Provenance:
@@ -202,8 +192,8 @@ class Examined:
         count = len(self.names)
         return evaluation.block(self.block, leaves[:count], consts=leaves[count:])
 
-    def replayed(self, low: int = 0, high: int = 0, seed: float = 0) -> tuple[Provenance | None, Sequence[int], Replay]:
-        """The first fault, the codes of the results and what led to them.
+    def replayed(self, low: int = 0, high: int = 0, seed: float = 0) -> Replay:
+        """The replay of a run.
 
         Args:
             low, high: The positions of the elements of `kept` that are kept.
@@ -214,9 +204,7 @@ class Examined:
         leaves = self._leaves(seed)
         outs, notes = self.run(self.evaluated, leaves)
         codes, arguments, notes = jax.device_get((_codes(outs), _codes(leaves), notes))
-        arguments = list(map(code_of_argument, leaves, arguments))
-        fault, replay = first_fault(self.block, arguments, codes, notes, self.is_repaired)
-        return fault, codes, replay
+        return Replay(self.block, list(map(code_of_argument, leaves, arguments)), codes, notes, self.is_repaired)
 
     def _leaves(self, seed: float = 0) -> list[Any]:
         return [finite(x, np.float32(seed)) if i in self.finite_leaves else x for i, x in enumerate(self.leaves)]
@@ -265,10 +253,10 @@ def first_that_reaches(program: Examined, first: int, positions: int) -> int:
         without = copy.copy(without)  # What repeats the fault, and reads it, passes it on.
         without.kept, without.finite = program.fault, without.finite & made
         without.evaluated = without.evaluation(CodeProbe(without.places))
-    none = None, without.replayed()[0]
+    none = None, without.replayed().fault
 
     def reaches(low: int, high: int) -> bool:
-        return without.replayed(low, high)[0] not in none
+        return without.replayed(low, high).fault not in none
 
     if reaches(first, first + 1) or not reaches(0, positions):
         return first

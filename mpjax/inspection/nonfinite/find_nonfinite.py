@@ -353,7 +353,7 @@ def _is_where_gradient(program: Examined) -> bool:
     replay, entry = program.replay, program.replay.entries.get(fault)
     if entry is None or fault in replay.passed_on or (place.phase == FORWARD and "jvp(" not in place.module):
         return False
-    makers = [flow.maker(v) for v, code in zip(flow.outputs, program.codes, strict=True) if code]
+    makers = [flow.maker(v) for v, code in zip(flow.outputs, replay.codes, strict=True) if code]
     if any(maker is None or maker.site.phase != BACKWARD for maker in makers):
         return False
     operands = zip(program.point(entry)[1]["operands"], program.nodes[entry.number].reads, strict=True)

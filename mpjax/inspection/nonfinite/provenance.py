@@ -205,37 +205,6 @@ class Provenance:
 Address = Provenance | None
 
 
-def first_fault(
-    block: Block, arguments: Sequence[int], outs: Sequence[int], notes: Mapping[Any, Any], beside: bool = False
-) -> tuple[Provenance | None, Replay]:
-    """The first fault that reached a result of the program or a check for finite values, and what the replay found.
-
-    Args:
-        block: The program.
-        arguments: The code of each argument, then of each array that the program closes over: `MASK` if it holds -inf
-            as a mask or a logarithm of 0 does, and no other inf or NaN. Of a NaN made from it, the operation is the
-            source.
-        outs: The code of each result.
-        notes: The notes of a `CodeProbe`.
-        beside: Whether a fault is known, beside which an infinite argument counts in any result.
-    """
-    given = [Provenance(IDLE_ARGUMENT, (i,)) if code else None for i, code in enumerate(arguments)]
-    count = len(block.jaxpr.invars)
-    replay = Replay(
-        {place.number for place in block.places() if place.blocks},
-        {i for i, code in enumerate(arguments) if code == MASK},
-    )
-    results = replay.block(block, given[:count], _Iteration((), notes), given[count:])
-    found = list(replay.checked)
-    replay.results = [address if code else None for code, address in zip(outs, results, strict=True)]
-    for v, address in zip(block.jaxpr.outvars, replay.results, strict=True):
-        if address is not None:
-            counts = beside and address.is_argument and address.number not in replay.masks
-            if counts or address.rank <= (MADE if v.aval.shape else USED_CONSTANT):
-                found.append(address)
-    return min(found, default=None), replay
-
-
 class _Iteration(NamedTuple):
     """One iteration of the enclosing loops; outside of loops, the program's single run.
 
@@ -252,18 +221,41 @@ class Replay:
     """Replays a program with addresses in place of values.
 
     Args:
-        with_blocks: The numbers of the equations that have sub-jaxprs.
-        masks: The indices of the arguments that are masks.
+        block: The program.
+        arguments: The code of each argument, then of each array that the program closes over: `MASK` if it holds -inf
+            as a mask or a logarithm of 0 does, and no other inf or NaN. Of a NaN made from it, the operation is the
+            source.
+        codes: The code of each result.
+        notes: The notes of a `CodeProbe`.
+        beside: Whether a fault is known, beside which an infinite argument counts in any result.
+
+    Attributes:
+        fault: The first fault that reached a result of the program or a check for finite values; None if none did.
+        results: The sources of results that are not finite.
     """
 
-    def __init__(self, with_blocks: set[int], masks: set[int]) -> None:
-        self.with_blocks, self.masks = with_blocks, masks
+    def __init__(
+        self, block: Block, arguments: Sequence[int], codes: Sequence[int], notes: Mapping[Any, Any], beside: bool
+    ) -> None:
+        self.codes = codes
+        self.with_blocks = {place.number for place in block.places() if place.blocks}
+        self.masks = {i for i, code in enumerate(arguments) if code == MASK}
         self.checked: set[Provenance] = set()
-        self.results: list[Address] = []  # the sources of results that are not finite
         self.made: set[tuple[int, ...]] = set()  # where an inf or NaN was made, which may reach no result
         self.from_masks: dict[Address, int] = {}  # the mask from which an equation made a NaN
         self.passed_on: set[Address] = set()  # by a `where` of the forward pass
         self.entries: dict[Address, Provenance] = {}  # the equation through which a fault enters the backward pass
+        given = [Provenance(IDLE_ARGUMENT, (i,)) if code else None for i, code in enumerate(arguments)]
+        count = len(block.jaxpr.invars)
+        results = self.block(block, given[:count], _Iteration((), notes), given[count:])
+        self.results = [address if code else None for code, address in zip(codes, results, strict=True)]
+        found = list(self.checked)
+        for v, address in zip(block.jaxpr.outvars, self.results, strict=True):
+            if address is not None:
+                counts = beside and address.is_argument and address.number not in self.masks
+                if counts or address.rank <= (MADE if v.aval.shape else USED_CONSTANT):
+                    found.append(address)
+        self.fault = min(found, default=None)
 
     def block(
         self, block: Block, addresses: Sequence[Address], iteration: _Iteration, consts: Sequence[Address] | None = None
