@@ -65,7 +65,8 @@ class Counted:
 
 def counted(block: Block, num_gradients: int) -> Counted:
     """The equations that count in a program whose first outputs are gradients of parameters."""
-    analysis, parameters = _analysed(block, num_gradients)
+    analysis = _Analysis(block, num_gradients)
+    parameters = analysis.parameters
     phases = {number: analysis.places[number].phase for number in analysis.found}
     forward, backward = (frozenset(n for n in phases if phases[n] == phase) for phase in (FORWARD, BACKWARD))
     return Counted(forward, backward - parameters, backward & parameters, analysis.half)
@@ -80,20 +81,17 @@ def in_units_of_scales(eqn: Any) -> bool:
 
 def equations_of_gradients(block: Block, num_gradients: int) -> frozenset[int]:
     """The equations that compute the gradients of parameters, looking through moves, casts, scalings and sums."""
-    return _analysed(block, num_gradients)[1]
-
-
-def _analysed(block: Block, num_gradients: int) -> tuple[_Analysis, frozenset[int]]:
-    analysis = _Analysis({place.number: place for place in block.places()})
-    outs = analysis.block(block, [_Producers()] * len(block.jaxpr.invars))
-    return analysis, frozenset[int]().union(*(producers.far for producers in outs[:num_gradients]))
+    return _Analysis(block, num_gradients).parameters
 
 
 class _Analysis:
-    def __init__(self, places: dict[int, Site]):
-        self.places = places
-        self.found: set[int] = set()
-        self.half: dict[int, np.dtype] = {}
+    """Evaluates a program with `_Producers` in place of values, and finds the equations whose results count."""
+
+    def __init__(self, block: Block, num_gradients: int):
+        self.places = {place.number: place for place in block.places()}
+        self.found, self.half = set[int](), dict[int, np.dtype]()
+        outs = self.block(block, [_Producers()] * len(block.jaxpr.invars))
+        self.parameters = frozenset[int]().union(*(producers.far for producers in outs[:num_gradients]))
 
     def block(self, block: Block, ins: Sequence[_Producers]) -> list[_Producers]:
         env = block.environment(ins, [_Producers()] * len(block.jaxpr.constvars))
