@@ -34,12 +34,11 @@ half and 8-bit operands, and for float32 operands if TF32 is allowed, on GPUs wh
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import pathlib
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -101,20 +100,18 @@ def mark(name: str) -> jax.profiler.TraceAnnotation:
     return jax.profiler.TraceAnnotation(MARK + name)
 
 
-@contextlib.contextmanager
-def tracing() -> Iterator[list[Trace]]:
-    """A context manager that records a trace, and appends it to the yielded list on exit."""
+def traced(run: Callable[[], None]) -> Trace:
+    """The trace of a call."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python's calls are not needed, and tracing them slows the host.
     options.host_tracer_level = 1
-    traces: list[Trace] = []
     with tempfile.TemporaryDirectory(prefix="mpjax_profile_") as folder:
         with jax.profiler.trace(folder, profiler_options=options):
-            yield traces
+            run()
         files = sorted(pathlib.Path(folder).glob("**/*.xplane.pb"))
         if not files:
             raise RuntimeError("jax.profiler wrote no trace (*.xplane.pb)")
-        traces.append(read(ProfileData.from_file(str(files[0]))))
+        return read(ProfileData.from_file(str(files[0])))
 
 
 def read(data: ProfileData) -> Trace:

@@ -14,7 +14,7 @@ import jax
 from mpjax.inspection.auditing.matmuls import Matmul, matmuls_of
 from mpjax.inspection.devices import device_of
 from mpjax.inspection.profiling import hlo
-from mpjax.inspection.profiling.kernels import Kernel, Recording, Split, tracing
+from mpjax.inspection.profiling.kernels import Kernel, Recording, Split, traced
 from mpjax.inspection.profiling.stepping import Recompilation, Stepper
 from mpjax.inspection.reports import Report, Section, added_up, amount, by_key, duration, folded, totals
 from mpjax.program.graph import walk
@@ -146,9 +146,8 @@ class Timing(NamedTuple):
 
 
 def _record(stepper: Stepper, steps: int) -> Recording:
-    with tracing() as recorded:
-        stepper.run(steps + 1)
-    return Recording(recorded[0], stepper.text if stepper.jitted else "", steps, stepper.compiled)
+    trace = traced(lambda: stepper.run(steps + 1))
+    return Recording(trace, stepper.text if stepper.jitted else "", steps, stepper.compiled)
 
 
 def report_of(
