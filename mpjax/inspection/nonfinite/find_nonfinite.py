@@ -205,13 +205,9 @@ class NonFinite(Report):
 
     def sections(self) -> list[Section]:
         """The sections of the printed report."""
-        return [Section("", self._text())]
-
-    def _text(self) -> str:
-        what = self._what
         others = [f"  another cause: {other}" for other in self.others]
         if self.argument is not None:
-            return "\n".join([f"{what} in {self.argument}: {self.diagnosis}", *others])
+            return [Section("", "\n".join([f"{self._what} in {self.argument}: {self.diagnosis}", *others]))]
         lines = [
             f"{self._made}, module {self.module or '-'}, {self.direction} pass{self._turn}",
             f"  {self.diagnosis}",
@@ -221,7 +217,8 @@ class NonFinite(Report):
         ]
         lines += [f"  {self.result} is not finite"] if self.result not in (None, "result") else []
         lines += [f"  input {i}: {operand}" for i, operand in enumerate(self.inputs)]
-        return "\n".join([*lines, *(f"  not inspected: {place}" for place in self.unseen)])
+        lines += [f"  not inspected: {place}" for place in self.unseen]
+        return [Section("", "\n".join(lines))]
 
 
 _MOST = 3  # causes that are reported
