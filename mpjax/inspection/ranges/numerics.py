@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import warnings
@@ -153,8 +154,7 @@ class _Measuring:
         self.loss, self.state, self.scale, self.budget = loss, state, scale, budget
         self.limits, self.batches, self.has_half = limits, 0, False
         self.compiled: dict[Any, _Compiled] = {}
-        self.tallies: dict[_Row, Tally] = {}
-        self.dtypes: dict[_Row, dict[str, None]] = {}
+        self.tallies = collections.defaultdict[_Row, Tally](Tally)
         self.eight_bits: list[tuple[bool, EightBitRange]] = []  # whether it is packed for the backward pass
         self.unseen: dict[str, None] = {}
         self.beyond: dict[str, float] = {}
@@ -200,7 +200,6 @@ class _Measuring:
     def _take(self, compiled: _Compiled, notes: Mapping[Any, Any], grads: Iterable[tuple[str, Any]]) -> None:
         counts = compiled.counts
         for number, place in compiled.probe.places.items():
-            dtypes = [v.aval.dtype.name for v in place.outvars if is_inexact(v)]
             matters = counts.matters(number)
             phase, table = (BACKWARD, "gradients") if place.phase == BACKWARD else (FORWARD, "activations")
             rows = [_Row("by_op", place.path, phase, place.name, place.source)]
@@ -210,9 +209,9 @@ class _Measuring:
                 rows.append(_Row("half gradients", place.path, phase))
             if number in counts.all and matters:
                 rows.append(_Row("matters", place.path, phase))
-            tally = tally_of(notes["range", number])
+            tally = tally_of(notes["range", number], *(v.aval.dtype.name for v in place.outvars if is_inexact(v)))
             for row in rows:
-                self._put(row, tally, dtypes)
+                self.tallies[row] += tally
             if phase == BACKWARD and rows[-1].table == "matters":
                 size = math.inf if tally.nonfinite else tally.max / self.scale
                 self.gradients[-1][place.path] = max(size, self.gradients[-1].get(place.path, 0.0))
@@ -220,7 +219,7 @@ class _Measuring:
             self.eight_bits.append((place.name == PACKED, EightBitRange.of(place, notes["eight bits", number])))
         for name, grad in grads:
             scaled = np.asarray(grad, np.float32) * np.float32(self.scale)
-            self._put(_Row("parameters", name, BACKWARD), tally_of(note([scaled], self.limits)), ("float32",))
+            self.tallies[_Row("parameters", name, BACKWARD)] += tally_of(note([scaled], self.limits), "float32")
 
     def verified(self) -> NumericsReport:
         """The report with a trial of the loss scale, and of overrides for the modules that lose values."""
@@ -291,10 +290,6 @@ class _Measuring:
     def _paths(self) -> set[str]:
         return {row.name for row in self.tallies if row.table == "by_op" and row.name}
 
-    def _put(self, row: _Row, tally: Tally, dtypes: Iterable[str]) -> None:
-        self.tallies[row] = self.tallies.get(row, Tally()) + tally
-        self.dtypes.setdefault(row, {}).update(dict.fromkeys(dtypes))
-
     def report(self, kept: Sequence[str] = (), trials: tuple[Tried, ...] = ()) -> NumericsReport:
         """The report over all batches.
 
@@ -357,8 +352,9 @@ class _Measuring:
         return tally.max / self.scale > float(compat.finfo(self.limits.dtype).max)
 
     def _may_be_half(self, row: _Row) -> bool:
-        dtypes = self.dtypes[row]
-        return self.limits.dtype.name in dtypes if self.has_half else primitive(row.op).op not in (Op.DENY, Op.OPAQUE)
+        if self.has_half:
+            return self.limits.dtype.name in self.tallies[row].dtypes
+        return primitive(row.op).op not in (Op.DENY, Op.OPAQUE)
 
     def _scales(self, kept: Iterable[str]) -> tuple[float | None, float | None]:
         """The largest safe and the recommended scale for all other modules, in batches that are no outliers."""
@@ -393,8 +389,8 @@ class _Measuring:
 
     def _table(self, table: str) -> tuple[Range, ...]:
         def row(key: _Row, of: Tally) -> Range:
-            place = key.name, key.phase, tuple(self.dtypes[key])
-            return Range(*place, of.max, of.min_nonzero, of.size, *of.shares, of.nonfinite, key.op, key.source)
+            numbers = of.max, of.min_nonzero, of.size, *of.shares, of.nonfinite
+            return Range(key.name, key.phase, of.dtypes, *numbers, key.op, key.source)
 
         return tuple(row(key, tally) for key, tally in self.tallies.items() if key.table == table)
 

@@ -90,6 +90,7 @@ class Tally:
         flushed: The number of nonzero values that half would flush to zero.
         overflowed: The number of finite values that overflow to inf in half.
         nonfinite: The number of values that are inf or NaN already.
+        dtypes: The dtypes in which the program computes the values.
         exponents: The number of nonzero finite values per exponent, shape (BINS,); 0 if they were not counted.
     """
 
@@ -100,12 +101,14 @@ class Tally:
     flushed: int = 0
     overflowed: int = 0
     nonfinite: int = 0
+    dtypes: tuple[str, ...] = ()
     exponents: Any = dataclasses.field(default=0, compare=False)
 
     def __add__(self, other: Tally) -> Tally:
         mine, theirs = vars(self), vars(other)
         extremes = {"max": max(self.max, other.max), "min_nonzero": min(self.min_nonzero, other.min_nonzero)}
-        return Tally(**{name: mine[name] + theirs[name] for name in mine} | extremes)
+        dtypes = tuple(dict.fromkeys((*self.dtypes, *other.dtypes)))
+        return Tally(**{name: mine[name] + theirs[name] for name in mine} | extremes | {"dtypes": dtypes})
 
     @property
     def flushed_share(self) -> float:
@@ -143,12 +146,12 @@ def _classified(size: Any, limits: Limits) -> Sequence[Any]:
     return lax.reduce(operands, starts, combine, tuple(range(size.ndim)))
 
 
-def tally_of(found: RangeNote) -> Tally:
-    """The tally of a note."""
+def tally_of(found: RangeNote, *dtypes: str) -> Tally:
+    """The tally of a note of values of some dtypes."""
     counts, (largest, smallest), exponents = found
     histogram = exponents.astype(int) if exponents.size else 0
     size, zeros, flushed, overflowed, nonfinite = map(int, counts)
-    return Tally(float(largest), float(smallest), size, zeros, flushed, overflowed, nonfinite, histogram)
+    return Tally(float(largest), float(smallest), size, zeros, flushed, overflowed, nonfinite, dtypes, histogram)
 
 
 # What eight bits do to the operands of float8 matmuls, and to arrays that are kept for the backward pass
