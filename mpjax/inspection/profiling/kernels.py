@@ -48,7 +48,7 @@ from mpjax.inspection.profiling import hlo
 from mpjax.inspection.reports import added_up, by_key, totals
 
 MARK = "mpjax."  # Prefix of mpjax's own host annotations.
-INPUT, DISPATCH, WAIT = "input", "dispatch", "wait"  # Their names.
+INPUT, DISPATCH, WAIT = "input", "dispatch", "wait"  # The annotations of the loop around a step.
 
 
 @dataclasses.dataclass(frozen=True)
