@@ -151,9 +151,8 @@ def _wraps(node: Node, known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
     out = node.writes[0].aval.dtype if node.site.name in SUMS else np.dtype(np.float32)
     if out.kind not in "iu" or out.itemsize > 2:
         return
-    facts = (known(v) for v in node.reads)
-    sizes = [np.iinfo(v.aval.dtype) for v in node.reads]
-    factors = [min(f.largest, max(-float(size.min), float(size.max))) for f, size in zip(facts, sizes, strict=True)]
+    sizes = ((known(v).largest, np.iinfo(v.aval.dtype)) for v in node.reads)
+    factors = [min(largest, max(-float(limits.min), float(limits.max))) for largest, limits in sizes]
     terms, most = terms_of(node.site), np.iinfo(out).max
     if terms * math.prod(factors) > most:
         what = " × ".join(f"{factor:.0f}" for factor in factors)
