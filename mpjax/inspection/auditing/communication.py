@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -94,14 +94,12 @@ def collectives(text: str) -> tuple[Collective, ...]:
     return tuple(sorted(found, key=lambda row: -row.bytes))
 
 
-def communication_section(rows: Iterable[Collective]) -> Section:
+def communication_section(every: Sequence[Collective]) -> Section:
     """The section of the printed report. Collectives that differ only in their module are one row."""
-    every, cells = list(rows), []
-    merged = by_key(((row.op, row.dtype, row.group), row) for row in every)
+    cells, merged = [], by_key(((row.op, row.dtype, row.group), row) for row in every)
     for (op, dtype, group), alike in sorted(merged.items(), key=lambda pair: -_bytes(pair[1])):
-        modules = list(dict.fromkeys(row.module for row in alike if row.module))
-        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
-        where = (modules[0] if modules else "-") + more
+        first, *others = dict.fromkeys(row.module for row in alike if row.module) or ["-"]
+        where = first + (f" and {len(others)} more" if others else "")
         arrays = sum(row.arrays for row in alike)
         cells.append((op, dtype, str(group or "all"), str(arrays), amount(_bytes(alike), "B"), where))
     gathered = _bytes(row for row in every if row.op == "all-gather")
