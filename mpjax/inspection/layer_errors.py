@@ -13,7 +13,7 @@ import numpy as np
 
 from mpjax.casting.classify import default_listing
 from mpjax.inspection.lockstep import UNKNOWN, Group, Grouped, error_note
-from mpjax.inspection.ranges.activations import equations_of_gradients
+from mpjax.inspection.ranges.range_statistics import equations_of_gradients
 from mpjax.inspection.reports import Report, Section, by_key, folded_rows, merged, percent, short_dtypes
 from mpjax.inspection.trials import Loss, laid_out, scale_state, trace_to_run
 from mpjax.program import compat

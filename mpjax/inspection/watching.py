@@ -13,11 +13,12 @@ import numpy as np
 from jax import lax
 
 from mpjax.inspection.lockstep import groups_of
-from mpjax.inspection.ranges.activations import PACKED, counted
 from mpjax.inspection.ranges.range_statistics import (
+    PACKED,
     Limits,
     RangeNote,
     RangeProbe,
+    counted,
     floats,
     merged_in_eight_bits,
     stores_eight_bits,

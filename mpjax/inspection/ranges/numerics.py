@@ -13,13 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpjax.inspection.ranges.activations import PACKED, Counted, counted
 from mpjax.inspection.ranges.range_statistics import (
     BIAS,
+    PACKED,
+    Counted,
     EightBitRange,
     Limits,
     RangeProbe,
     Tally,
+    counted,
     is_measured,
     note,
     stores_eight_bits,
