@@ -89,12 +89,12 @@ class Site:
         """The primitive's name."""
         return self.eqn.primitive.name
 
-    @property
+    @functools.cached_property
     def source(self) -> str:
         """The user's line, as `file.py:12`; for code in a library, the line that called it."""
         return source_line(self.eqn) or self.caller
 
-    @property
+    @functools.cached_property
     def line(self) -> str:
         """The user's line also for code of a library's loop or branch, which `Rules` don't match."""
         return source_line(self.eqn, self.caller)
@@ -109,7 +109,7 @@ class Site:
         """FLOPs of a matmul or convolution, summed over all iterations; 0 for any other operation."""
         return self.times * matmul_flops(self.eqn)
 
-    @property
+    @functools.cached_property
     def path(self) -> str:
         """The module path without the marks of transformations: the same in the forward and backward pass."""
         return paths_of(self.eqn, self.module, self.owners)[0]

@@ -77,11 +77,12 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     causes.sort(key=lambda cause: cause.fault.rank == MADE and cause.is_derivative(cause.fault.number))
     causes = [each for i, each in enumerate(causes) if not any(one.explains(each.fault) for one in causes[:i])]
     program = causes[0]
-    in_float32_, written = (functools.cache(functools.partial(f, fun, args, kwargs)) for f in (in_float32, as_written))
+    written = functools.cache(functools.partial(as_written, fun, args, kwargs))
+    fine = functools.cache(functools.partial(_float32_is_fine, fun, args, kwargs))
     found, *others = (
         _in_argument(cause, cause.fault.number)
         if cause.fault.is_argument
-        else _examined(cause, cause is program, in_float32_, written)
+        else _examined(cause, cause is program, fine, written)
         for cause in causes
     )
     # Another source may be the reason why an earlier result is not finite.
@@ -238,14 +239,14 @@ def _result_names(program: TracedCall) -> list[str]:
     return [f"result{jax.tree_util.keystr(path)}" for path, leaf in leaves if leaf in marks]
 
 
-def _float32_is_fine(original: Callable[[], TracedCall]) -> bool | None:
+def _float32_is_fine(fun: Callable[..., Any], args: Any, kwargs: Any) -> bool | None:
     """Whether the function is finite when it is traced with float32 in place of half arguments, and without autocast.
 
     The function is traced again because tracing rounds a constant that meets half arrays, and because opaque operations
     keep their half dtypes in a widened program. None if unknown: the function still computes in half.
     """
     try:
-        traced = original()
+        traced = in_float32(fun, args, kwargs)
         if Examined(traced).found is None:
             return True
     except Exception:  # The function may require half arguments.
@@ -255,12 +256,12 @@ def _float32_is_fine(original: Callable[[], TracedCall]) -> bool | None:
 
 
 def _examined(
-    program: Examined, first: bool, in_float32: Callable[[], TracedCall], original: Callable[[], TracedCall]
+    program: Examined, first: bool, float32_is_fine: Callable[[], bool | None], original: Callable[[], TracedCall]
 ) -> NonFinite:
     """The report of a fault: the ranges at its point, and the same point in float32.
 
-    The functions trace the call in float32, and with constants as written. Of the first fault, the element is sought
-    that reaches a result.
+    The functions say whether the call is finite in float32, and trace it with constants as written. Of the first fault,
+    the element is sought that reaches a result.
     """
     fault, block, flow = program.fault, program.block, program.flow
     place = program.places[fault.number]
@@ -310,7 +311,7 @@ def _examined(
         constants=constants,
         doubtful=unexplained or (not overflows and any(c in (0, 1) for c in outside)),
         where_gradient=_is_where_gradient(program),
-        float32_is_fine=functools.partial(_float32_is_fine, in_float32),
+        float32_is_fine=float32_is_fine,
     )
     numbers = [v.aval for v in eqn.invars if is_number(v)]
     iteration, where = fault.indices(program.places), map(int, np.unravel_index(device, tuple(axes.values())))
