@@ -25,7 +25,8 @@ def sampled(test: str, cases: Sequence[Mapping[str, str]]) -> set[int]:
     """
     if COVERING:
         alike = len({tuple(case.items()) for case in cases}) < len(cases)  # Texts that are equal may be of two values.
-        return set(range(len(cases))) if alike or len(cases) < FEW else set(_covering(cases))
+        whole = alike or len(cases) < FEW or len(cases[0]) == 1
+        return set(range(len(cases))) if whole else set(_covering(cases))
     first = zlib.crc32(test.encode()) % min(EVERY, len(cases))
     return set(range(first, len(cases), EVERY))
 
@@ -37,11 +38,14 @@ def _covering(cases: Sequence[Mapping[str, str]]) -> Iterator[int]:
     Interactions and Implications for Software Testing", 2004).
     """
     together = max(1, len(cases[0]) - 1)
-    covers = {i: set(itertools.combinations(sorted(case.items()), together)) for i, case in enumerate(cases)}
-    missing, used = set().union(*covers.values()), collections.Counter()
-    while missing:
+    missing = {i: set(itertools.combinations(sorted(case.items()), together)) for i, case in enumerate(cases)}
+    used = collections.Counter()
+    while most := max(map(len, missing.values()), default=0):
         # Of cases that cover as much, that whose values have run least.
-        best = max(covers, key=lambda i: (len(covers[i] & missing), -sum(used[value] for value in cases[i].items())))
-        missing -= covers.pop(best)
+        alike = (i for i, new in missing.items() if len(new) == most)
+        best = min(alike, key=lambda i: sum(used[value] for value in cases[i].items()))
+        covered = missing.pop(best)
+        for of_another in missing.values():
+            of_another -= covered
         used.update(cases[best].items())
         yield best
