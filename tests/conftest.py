@@ -34,6 +34,7 @@ import jax
 import optax
 import pytest
 import threadpoolctl
+from _pytest.doctest import DoctestModule
 from jax._src.lru_cache import LRUCache
 from jax.experimental.compilation_cache import compilation_cache
 from xdist.scheduler import LoadScopeScheduling
@@ -86,6 +87,12 @@ def _in_standard_promotion(function):
 
 for _module, _name in PROMOTING:
     setattr(_module, _name, _in_standard_promotion(getattr(_module, _name)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    """Tests have no doctests, which each process would look for."""
+    return [found for found in (yield) if not isinstance(found, DoctestModule)]
 
 
 @pytest.hookimpl(wrapper=True)
