@@ -8,7 +8,6 @@ import re
 
 import jiwer
 import numpy as np
-from scipy.signal import resample_poly
 
 from benchmarks.parity.sources import manual
 from examples.speech.corpus import Spoken, synthesize
@@ -28,6 +27,8 @@ def letter_codes(word: str) -> list[int]:
 
 
 def _synthesized(words: list[str], voices: list[str]) -> list[np.ndarray]:
+    from scipy.signal import resample_poly  # takes a second to import
+
     inputs = [Spoken(word, f"en-us+{voice}", 170, 50) for word, voice in zip(words, voices, strict=True)]
     waves = []
     for samples, rate in synthesize(inputs):

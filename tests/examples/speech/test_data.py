@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.fft
-import scipy.signal
+import scipy  # which imports its packages when they are used
 import soundfile
 
 import mpjax

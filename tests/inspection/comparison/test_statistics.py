@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-import scipy.stats
+import scipy  # which imports its packages when they are used
 
 from mpjax.inspection.comparison.statistics import Interval, compare, paired_interval
 
