@@ -119,7 +119,10 @@ class Target:
         # old for some kernels.
         described = Template(importlib.resources.files(__package__).joinpath("gpu.textproto").read_text("utf-8"))
         filled = described.substitute(
-            {"name": self.name, "memory": self.memory_bytes, "major": major, "minor": minor},
+            name=self.name,
+            memory=self.memory_bytes,
+            major=major,
+            minor=minor,
             fpus=64 if gpu.capability in ("7.0", "7.5", "8.0") else 128,
             bandwidth=int(self.bandwidth or DEVICES[self.key].bandwidth),
             **{name: getattr(gpu, name) for name in ("cores", "clock", "cache", "threads", "shared")},
