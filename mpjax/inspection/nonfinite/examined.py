@@ -27,6 +27,8 @@ from mpjax.program.primitives import MATMULS, primitive
 from mpjax.program.source import BACKWARD, FORWARD, apart
 from mpjax.program.tracing import TracedCall
 
+# By name: the derivative of a power is a power.
+
 
 class Examined:
     """A program laid out. Its leaves are its arguments, followed by the arrays that it closes over.
