@@ -234,32 +234,28 @@ _SMALL_FACTOR, _KEEPING_FACTOR = 0.05, 0.9
 def _updates(flow: Flow, known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
     """Results that add a small multiple of a value to a half argument: updates that half may round away."""
 
-    def source(value: Value) -> Value:
-        return flow.source(value, lambda node: primitive(node.site.name).moves)
+    def factors(value: Value) -> Iterator[tuple[Facts, Value]]:
+        """The factors of known size of a product, each with the other factor."""
+        for node in filter(None, map(flow.maker, _sources(flow, value))):
+            pairs = zip(node.reads, node.reads[::-1], strict=True) if node.site.name == "mul" else ()
+            yield from ((known(number), other) for number, other in pairs if math.isfinite(known(number).largest))
 
-    def factor(value: Value) -> tuple[float, Value | None]:
-        """The known magnitude of a product's constant factor, and its other factor."""
-        node = flow.maker(source(value))
-        if node is None or node.site.name != "mul":
-            return math.nan, None
-        for number, other in zip(node.reads, node.reads[::-1], strict=True):
-            facts = known(number)
-            if facts.is_constant:
-                return facts.largest, source(other)
-        return math.nan, None
+    def is_kept(value: Value) -> bool:
+        """Whether it is a half argument, or most of one."""
+        parts = (part for facts, part in factors(value) if facts.is_constant and facts.low >= _KEEPING_FACTOR)
+        return any(all(v.kind == INPUT and is_half(v) for v in _sources(flow, old)) for old in (value, *parts))
 
-    for value in dict.fromkeys(map(source, flow.outputs)):
-        node = flow.maker(value)
-        if node is None or not primitive(node.site.name).adds or not is_half(value) or len(node.reads) != 2:
+    for value in filter(is_half, dict.fromkeys(flow.outputs)):
+        made = [node for node in map(flow.maker, _sources(flow, value)) if node is not None]
+        node = made[0] if len(made) == 1 else None  # One of several may be rounded in another way: stochastically.
+        if node is None or not primitive(node.site.name).adds or len(node.reads) != 2:
             continue
-        for old, new in (node.reads, node.reads[::-1]):
-            kept, argument = (1.0, source(old)) if source(old).kind == INPUT else factor(old)
-            step, _ = factor(new)
-            if argument is not None and argument.kind == INPUT and kept >= _KEEPING_FACTOR and step <= _SMALL_FACTOR:
-                dtype = value.aval.dtype
-                why = f"a multiple of {step:.2g} is added to a {dtype.name} value, which has {_digits(dtype)} bits"
-                yield "update", node.site, dtype.name, why
-                break
+        pairs = node.reads, node.reads[::-1]
+        steps = [facts.largest for old, new in pairs if is_kept(old) for facts, _ in factors(new)]
+        if steps and min(steps) <= _SMALL_FACTOR:
+            dtype = value.aval.dtype
+            why = f"a multiple of {min(steps):.2g} is added to a {dtype.name} value, which has {_digits(dtype)} bits"
+            yield "update", node.site, dtype.name, why
 
 
 def _accumulators(flow: Flow) -> Iterator[RiskySite]:
@@ -313,22 +309,25 @@ def _is_running_mean(flow: Flow, terms: Sequence[Value]) -> bool:
     return False
 
 
+def _sources(flow: Flow, value: Value) -> Iterator[Value]:
+    """The values that a value is, seen through moves, casts, selections and the branches of a conditional."""
+    node = flow.maker(value)
+    if node is None or not (repeats(node) or node.site.name in ("cond", "top_k", "gather", "select_n")):
+        yield value
+    elif node.site.name == "select_n":
+        yield from (source for case in node.reads[1:] for source in _sources(flow, case))
+    elif node.site.name == "cond":
+        for branch in node.inner:
+            yield from _sources(flow, branch.outputs[node.writes.index(value)])
+    else:
+        yield from _sources(flow, node.reads[0])
+
+
 def _added_to(flow: Flow, before: Value, after: Iterable[Value], times: str) -> Iterator[RiskySite]:
     """The additions to a half value that make it a sum or a running mean of other values, and no residual stream."""
     if not is_half(before):
         return
-    dependent = flow.after(before)
-
-    def sources(value: Value) -> Iterator[Value]:
-        """The values that a value is, seen through moves, casts, selections and the branches of a conditional."""
-        node = flow.maker(value)
-        if node is None or not (repeats(node) or node.site.name in ("cond", "top_k", "gather")):
-            yield value
-        elif node.site.name == "cond":
-            for branch in node.inner:
-                yield from sources(branch.outputs[node.writes.index(value)])
-        else:
-            yield from sources(node.reads[0])
+    dependent, sources = flow.after(before), functools.partial(_sources, flow)
 
     @functools.cache
     def transformed(value: Value) -> bool:

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.lax import DotAlgorithmPreset, Precision
 
@@ -77,6 +78,29 @@ def test_updates_that_half_rounds_away_are_risks():
     master = jax.ShapeDtypeStruct((8,), jnp.float32)
     assert kinds(lambda w, g: w - 1e-4 * g.astype(jnp.float32), master, w) == []
     assert kinds(lambda x, y: x + y, w, w) == []  # a residual connection
+
+
+@pytest.mark.standard_promotion  # optax's
+@pytest.mark.filterwarnings("ignore:loss scaling:UserWarning")
+@pytest.mark.parametrize(
+    ("transform", "expected"),
+    [(lambda tx: tx, ["update"]), (mpjax.master_weights, []), (mpjax.kahan, []), (mpjax.stochastic_rounding, [])],
+)
+@pytest.mark.parametrize("form", ["update", "apply", "where"])
+def test_float32_updates_of_half_params_are_lost_as_well(transform, expected, form):
+    """As `optax.apply_updates` and a loss scale make them, and where a step is skipped by hand."""
+    tx = mpjax.dynamic_loss_scale(transform(optax.adamw(1e-4)))
+    params = jnp.ones(8, jnp.bfloat16)
+
+    def step(params, state, grads):
+        if form == "apply":
+            return mpjax.apply_gradients(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        new = optax.apply_updates(params, updates)
+        return jnp.where(jnp.isfinite(grads).all(), new, params) if form == "where" else new, state
+
+    risks = mpjax.audit(step, params, tx.init(params), jnp.ones(8)).risks
+    assert [risk.kind for risk in risks] == expected
 
 
 def test_sums_over_iterations_that_are_stored_in_half_are_risks():
