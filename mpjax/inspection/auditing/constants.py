@@ -65,7 +65,8 @@ def rounded(number: float, dtype: Any) -> float:
         >>> rounded(0.999, "bfloat16"), rounded(1e-8, "float16")
         (1.0, 0.0)
     """
-    return float(jnp.dtype(dtype).type(number))
+    with np.errstate(over="ignore"):
+        return float(jnp.dtype(dtype).type(number))
 
 
 def rounded_text(number: float, dtype: Any) -> str:
@@ -132,10 +133,11 @@ def lost_constants(
         is_wider = literal is not None and _is_number(literal) and literal.aval.dtype.itemsize > dtype.itemsize
         written = number if number != value else float(literal.constant) if is_wider else None
         if written == value == 0 or written is None or rounded(written, dtype) != value:
-            numbers = _numbers(node.site)
+            numbers = _numbers(node.site)  # without their signs
             unknown = written is None and (literal is None or literal.aval.dtype == dtype) and not value
             unknown &= numbers is not _UNKNOWN and 0.0 not in numbers
-            written = next((n for n in numbers if n != value and rounded(n, dtype) == value), None)
+            signed = (math.copysign(n, value) for n in numbers)
+            written = next((n for n in signed if n != value and rounded(n, dtype) == value), None)
             if written is None and not unknown:
                 continue
         if written != value:
@@ -182,7 +184,7 @@ def _numbered(nodes: Iterable[Node]) -> Iterator[tuple[Any, Node]]:
         yield (*key, seen[key]), node
 
 
-_NUMBER = re.compile(r"(?<![\w.])\d+\.?\d*(?:e[+-]?\d+)?", re.IGNORECASE)
+_NUMBER = re.compile(r"(?<![\w.])\d+\.?\d*(?:e[+-]?\d+)?|\binf\b", re.IGNORECASE)
 _ONE_LESS = re.compile(rf"(?<![\w.])1(?:\.0*)? *- *({_NUMBER.pattern})", re.IGNORECASE)
 _UNKNOWN: tuple[float, ...] = ()
 
@@ -198,4 +200,4 @@ def _numbers(site: Site) -> tuple[float, ...]:
     frames = compat.user_frames(site.eqn)
     if not frames or is_library_file(frames[0].file_name):
         return _UNKNOWN
-    return (*_numbers_of(frames[0].file_name, frames[0].start_line, frames[0].end_line), math.inf)  # not `_UNKNOWN`
+    return (*_numbers_of(frames[0].file_name, frames[0].start_line, frames[0].end_line), math.nan)  # not `_UNKNOWN`

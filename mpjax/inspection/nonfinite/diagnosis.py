@@ -40,7 +40,7 @@ class Symptoms:
         float8: The float8 dtype of its result; empty for other dtypes.
         constant: Whether the operation only reads an infinite constant.
         constants: The constants that rounding made zero, one or inf.
-        doubtful: Whether a constant of the line is zero in half, and it is not known what was written.
+        doubtful: Whether a constant of the line is 0, 1 or inf in half, and it is not known what was written.
         argument: The argument that the operation casts; empty if it is no such cast.
         where_gradient: Whether the fault only matters in the backward pass, which has a `where` that selects zeros.
         float32_is_fine: Returns whether the function is finite when traced in float32; None if unknown.
@@ -117,7 +117,7 @@ def diagnosis_of(found: Symptoms) -> str:
             cure += ", or keep this part in float32" if fine is None else ""
             return "; ".join([*causes, *lost, cure])
         is_opaque = primitive(name).op is Op.OPAQUE
-        if fine is None and (is_opaque or (found.doubtful and _divides_by_zero(cause))):
+        if fine is None and (is_opaque or (found.doubtful and (_divides_by_zero(cause) or cause == "0 * inf"))):
             why = f"{name} can't be run in another dtype" if is_opaque else "a constant may be rounded"
             return "; ".join([*causes, f"cannot tell whether float32 fails too ({why}): trace the function in float32"])
         fails = "float32 fails too" if found.half else "the program is in float32 here"

@@ -182,6 +182,25 @@ def test_a_fault_of_the_data_is_told_from_one_of_autocast():
     assert "float32 fails too" in found.diagnosis
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # JAX's, where the constant is rounded
+def test_an_additive_mask_beyond_half_is_no_fault_of_the_data():
+    """It is infinite in half, and 0 * inf is NaN where nothing is masked."""
+
+    def written(scores, mask):
+        return jnp.sum(scores.astype(HALF) + (1 - mask).astype(HALF) * -1e5)
+
+    def named(scores, mask, least=-1e5):
+        return jnp.sum(scores.astype(HALF) + (1 - mask).astype(HALF) * least)
+
+    args = jnp.ones((4, 4)), jnp.ones((4, 4))
+    for fun in (written, jax.value_and_grad(written)):
+        found = find_nonfinite(fun, *args).diagnosis
+        assert "0 * inf; -100000 is -inf in float16" in found
+        assert "write one that it holds, such as -6.55e+04" in found
+    assert "cannot tell whether float32 fails too" in find_nonfinite(named, *args).diagnosis
+    assert find_nonfinite(functools.partial(named, least=-6.55e4), *args) is None
+
+
 def test_an_overflow_of_float32_is_called_an_overflow():
     for fun in (lambda x: x * x, lambda x: x @ x, lambda x: jnp.sum(x**3)):
         assert find_nonfinite(fun, np.full((2, 2), 1e30, np.float32)).diagnosis.startswith("overflow")
