@@ -86,7 +86,7 @@ def risks_of(flow: Flow, original: Callable[[], TracedCall]) -> tuple[Risk, ...]
     found += _lost(
         nodes, lost_constants((node for node in nodes if primitive(node.site.name).op is not Op.CONVERT), original)
     )
-    return _merged([*found, *_norms(flow), *_updates(flow, known), *_accumulators(flow)])
+    return _merged([*found, *_norms(flow), *_updates(flow, known), *_accumulators(flow, known)])
 
 
 RiskySite = tuple[str, Site, str, str]  # kind, site, dtype, why
@@ -234,15 +234,10 @@ _SMALL_FACTOR, _KEEPING_FACTOR = 0.05, 0.9
 def _updates(flow: Flow, known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
     """Results that add a small multiple of a value to a half argument: updates that half may round away."""
 
-    def factors(value: Value) -> Iterator[tuple[Facts, Value]]:
-        """The factors of known size of a product, each with the other factor."""
-        for node in filter(None, map(flow.maker, _sources(flow, value))):
-            pairs = zip(node.reads, node.reads[::-1], strict=True) if node.site.name == "mul" else ()
-            yield from ((known(number), other) for number, other in pairs if math.isfinite(known(number).largest))
-
     def is_kept(value: Value) -> bool:
         """Whether it is a half argument, or most of one."""
-        parts = (part for facts, part in factors(value) if facts.is_constant and facts.low >= _KEEPING_FACTOR)
+        factors = _factors(flow, value, known)
+        parts = (part for facts, part in factors if facts.is_constant and facts.low >= _KEEPING_FACTOR)
         return any(all(v.kind == INPUT and is_half(v) for v in _sources(flow, old)) for old in (value, *parts))
 
     for value in filter(is_half, dict.fromkeys(flow.outputs)):
@@ -251,14 +246,14 @@ def _updates(flow: Flow, known: Callable[[Value], Facts]) -> Iterator[RiskySite]
         if node is None or not primitive(node.site.name).adds or len(node.reads) != 2:
             continue
         pairs = node.reads, node.reads[::-1]
-        steps = [facts.largest for old, new in pairs if is_kept(old) for facts, _ in factors(new)]
+        steps = [facts.largest for old, new in pairs if is_kept(old) for facts, _ in _factors(flow, new, known)]
         if steps and min(steps) <= _SMALL_FACTOR:
             dtype = value.aval.dtype
             why = f"a multiple of {min(steps):.2g} is added to a {dtype.name} value, which has {_digits(dtype)} bits"
             yield "update", node.site, dtype.name, why
 
 
-def _accumulators(flow: Flow) -> Iterator[RiskySite]:
+def _accumulators(flow: Flow, known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
     """Sums over the iterations of a loop, and of gradients or counts over calls, stored in half after each term."""
     for node in flow.eqns:
         if primitive(node.site.name).loop:
@@ -267,7 +262,7 @@ def _accumulators(flow: Flow) -> Iterator[RiskySite]:
             length = node.site.eqn.params.get("length")
             times = "iterations" if length is None else f"{length} iterations"
             for before, after in zip(carry, node.inner[-1].outputs, strict=False):
-                yield from _added_to(node.inner[-1], before, [after], times)
+                yield from _added_to(node.inner[-1], before, after, times, known)
     for value in filter(is_half, flow.outputs):
         node, dtype = flow.maker(flow.source(value, repeats)), value.aval.dtype
         terms = [flow.source(v, repeats) for v in node.reads] if node is not None else []
@@ -311,23 +306,41 @@ def _is_running_mean(flow: Flow, terms: Sequence[Value]) -> bool:
 
 def _sources(flow: Flow, value: Value) -> Iterator[Value]:
     """The values that a value is, seen through moves, casts, selections and the branches of a conditional."""
-    node = flow.maker(value)
-    if node is None or not (repeats(node) or node.site.name in ("cond", "top_k", "gather", "select_n")):
-        yield value
-    elif node.site.name == "select_n":
-        yield from (source for case in node.reads[1:] for source in _sources(flow, case))
-    elif node.site.name == "cond":
-        for branch in node.inner:
-            yield from _sources(flow, branch.outputs[node.writes.index(value)])
-    else:
-        yield from _sources(flow, node.reads[0])
+    waiting, seen = [value], set[Value]()
+    while waiting:
+        if (value := waiting.pop()) in seen:
+            continue
+        seen.add(value)
+        node = flow.maker(value)
+        if node is None or not (repeats(node) or node.site.name in ("cond", "top_k", "gather", "select_n")):
+            yield value
+        elif node.site.name == "cond":
+            waiting += (branch.outputs[node.writes.index(value)] for branch in node.inner)
+        else:
+            waiting += node.reads[1:] if node.site.name == "select_n" else node.reads[:1]
 
 
-def _added_to(flow: Flow, before: Value, after: Iterable[Value], times: str) -> Iterator[RiskySite]:
+def _factors(flow: Flow, value: Value, known: Callable[[Value], Facts]) -> Iterator[tuple[Facts, Value]]:
+    """The factors of known size of the products that a value is, each with the other factor."""
+    for node in filter(None, map(flow.maker, _sources(flow, value))):
+        pairs = zip(node.reads, node.reads[::-1], strict=True) if node.site.name == "mul" else ()
+        yield from ((known(number), other) for number, other in pairs if math.isfinite(known(number).largest))
+
+
+def _added_to(
+    flow: Flow, before: Value, after: Value, times: str, known: Callable[[Value], Facts]
+) -> Iterator[RiskySite]:
     """The additions to a half value that make it a sum or a running mean of other values, and no residual stream."""
-    if not is_half(before):
+    dtype = before.aval.dtype
+    if not is_half(before) or after.aval.dtype != dtype:
         return
-    dependent, sources = flow.after(before), functools.partial(_sources, flow)
+    dependent, least = flow.after(before), 1 - 2.0 ** (3 - _digits(dtype))
+
+    def sources(value: Value) -> Iterator[Value]:
+        """The values that a value is, up to a decay too slow for the digits of the dtype."""
+        yield from _sources(flow, value)
+        for factor, other in _factors(flow, value, known):
+            yield from sources(other) if factor.is_constant and least <= factor.low <= 1 else ()
 
     @functools.cache
     def transformed(value: Value) -> bool:
@@ -343,8 +356,7 @@ def _added_to(flow: Flow, before: Value, after: Iterable[Value], times: str) -> 
         is_scaling = row.moves or row.adds or row.whole or scales
         return any(map(transformed if is_scaling else dependent.__contains__, node.reads))
 
-    dtype = before.aval.dtype
-    for result in dict.fromkeys(source for value in after if value.aval.dtype == dtype for source in sources(value)):
+    for result in dict.fromkeys(sources(after)):
         node = flow.maker(result)
         if node is None or not primitive(node.site.name).adds or len(node.reads) != 2:
             continue

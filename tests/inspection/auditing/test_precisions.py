@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.lax import DotAlgorithmPreset, Precision
@@ -138,6 +139,27 @@ def test_sums_over_iterations_that_are_stored_in_half_are_risks():
     for form in (lambda h, z, n: z * h + (1 - z) * n, lambda h, z, n: h + z * (n - h)):
         assert not risks(lambda w, xs, form=form: gated(w, xs, form), jnp.eye(8), xs), "the gates of a GRU"
     assert risks(lambda w, xs: gated(w, xs, lambda h, z, n: h + z * n), jnp.eye(8), xs)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "decay"), [("bfloat16", 0.9), ("bfloat16", 0.99), ("float16", 0.99), ("float16", 0.999)]
+)
+@pytest.mark.parametrize("rounds", ["the sum", "all"])
+def test_a_slowly_decayed_sum_in_half_is_a_risk(dtype, decay, rounds):
+    """Such as the return of an episode, where the error is beyond 5%."""
+
+    def last(rewards, dtype, rounds):
+        def add(total, reward):
+            if rounds == "all":
+                return total * jnp.asarray(decay, dtype) + reward.astype(dtype), None
+            return (total.astype(jnp.float32) * decay + reward).astype(dtype), None
+
+        return jax.lax.scan(add, jnp.zeros((), dtype), rewards)[0]
+
+    rewards = np.ones(9999, np.float32)
+    error = abs(float(last(rewards, dtype, rounds)) / float(last(rewards, "float32", rounds)) - 1)
+    risks = {risk.kind for risk in mpjax.audit(lambda x: last(x, dtype, rounds), rewards).risks}
+    assert ("accumulator" in risks) == (error > 0.05), error
 
 
 @pytest.mark.parametrize(
