@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -33,11 +32,11 @@ def scaling_risks(flow: Flow) -> Iterator[tuple[str, Site]]:
     scaled = {value for factor in factors if factor.may_be_scale for value in factor.values}
     backward = [each for each in flow.eqns if each.site.phase == BACKWARD and scaled.isdisjoint(each.reads)]
     marks = [each for each in backward if each.site.name == "unscaled" and each.site.eqn.params.get("backward")]
-    halves = (each for each in backward if any(v in first and v.aval.dtype == np.float16 for v in each.reads))
-    matmuls = (each for each in halves if each.site.name in MATMULS)
-    # Autocast marks its results. In a program by hand, the first matmul stands for all; a loss that is scaled may
-    # have a gradient inside that is not.
-    yield from (("unscaled", each.site) for each in marks or itertools.islice(matmuls, not scaled))
+    halves = [each for each in backward if any(v in first and v.aval.dtype == np.float16 for v in each.reads)]
+    matmuls = [each for each in halves if each.site.name in MATMULS]
+    # Autocast marks its results. In a program by hand, the first matmul stands for all, or the first operation; a loss
+    # that is scaled may have a gradient inside that is not.
+    yield from (("unscaled", each.site) for each in marks or (matmuls or halves)[: not scaled])
     for factor in factors:
         yield from (("clipped", site) for site in factor.clips())
         yield from (("divided", site) for site in factor.divided_again())

@@ -107,7 +107,11 @@ def autocast_loss(params, x):
     return jnp.mean(mpjax.autocast(lambda w: jax.nn.relu(x @ w), "mixed_float16")(params["w"]) ** 2)
 
 
-@pytest.mark.parametrize("loss", [loss_fn, autocast_loss])
+def loss_without_half_matmuls(params, x):
+    return jnp.mean(jnp.tanh((x @ params["w"]).astype(np.float16)).astype(np.float32) ** 2)
+
+
+@pytest.mark.parametrize("loss", [loss_fn, autocast_loss, loss_without_half_matmuls])
 def test_float16_gradients_are_unscaled_unless_something_scales_them_also_by_hand(loss):
     by_hand = lambda params, x, scale: over(jax.grad(lambda params: loss(params, x) * scale)(params), scale)
     assert len(lines_of("unscaled", jax.grad(loss), PARAMS, X)) == 1
