@@ -314,6 +314,7 @@ _ARITHMETIC: dict[str, Callable[..., float]] = {
     "add_any": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
     "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
     "max": max,
     "min": min,
     "neg": lambda a: -a,
@@ -331,15 +332,15 @@ def _bounds(place: Site, given: Sequence[Facts]) -> tuple[float, float]:
         return 0.0, params["shape"][params["dimension"]] - 1.0
     if row.bounded:
         return row.bounds
+    if name == "div" and (out.dtype.kind in "iu" or given[1].low <= 0 <= given[1].high):
+        return (0.0 if given[0].low >= 0 and given[1].low >= 0 else -math.inf), math.inf
     corners = itertools.product(*((facts.low, facts.high) for facts in given))
     is_power = name == "integer_pow" and params["y"] > 0
-    if is_power or name in _ARITHMETIC:
-        function = (lambda a: a ** params["y"]) if is_power else _ARITHMETIC[name]
-        found = [function(*corner) for corner in corners]
+    if is_power or name in _ARITHMETIC or (name == "pow" and given[0].low >= 0 and given[1].low >= 0):
+        exponent = [params["y"]] if is_power else []
+        found = [_ARITHMETIC.get(name, _power)(*corner, *exponent) for corner in corners]
         is_even = name == "square" or (is_power and params["y"] % 2 == 0)
         return _no_nan([*found, 0.0] if is_even and given[0].low < 0 < given[0].high else found)
-    if name == "div" and given[0].low >= 0 and given[1].low >= 0:
-        return 0.0, math.inf
     if name in SUMS:
         terms = terms_of(place)
         found = [terms * math.prod(corner) for corner in corners]
@@ -348,6 +349,11 @@ def _bounds(place: Site, given: Sequence[Facts]) -> tuple[float, float]:
         sources = [given[i] for i in row.sources(len(given)) if i < len(given)]
         return min(f.low for f in sources), max(f.high for f in sources)
     return -math.inf, math.inf
+
+
+def _power(a: float, b: float) -> float:
+    with np.errstate(over="ignore"):  # where Python raises
+        return float(np.float64(a) ** b)
 
 
 SUMS = ("reduce_sum", "cumsum", "dot_general")

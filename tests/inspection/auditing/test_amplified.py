@@ -178,3 +178,7 @@ def test_a_rule_that_the_user_forced_is_named():
 def test_healthy_programs_have_no_such_risk(name):
     loss, params, batch = harness.abstract(name)
     assert not false_alarms(mpjax.autocast(loss, "mixed_bfloat16"), params, batch)
+
+
+def test_bounds_beyond_the_largest_number_are_infinite():
+    assert not mpjax.audit(lambda x: (((jnp.tanh(x) * 1e38) ** 3) ** 3) ** 3, X).risks

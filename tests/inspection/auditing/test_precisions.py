@@ -104,6 +104,28 @@ def test_float32_updates_of_half_params_are_lost_as_well(transform, expected, fo
     assert [risk.kind for risk in risks] == expected
 
 
+@pytest.mark.standard_promotion  # optax's
+@pytest.mark.parametrize("peak", [1e-3, 10.0])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda peak: optax.linear_schedule(peak, 0, 1000),
+        lambda peak: optax.cosine_decay_schedule(peak, 1000),
+        lambda peak: optax.polynomial_schedule(peak, 0, 2, 1000),
+    ],
+)
+def test_the_largest_learning_rate_of_a_schedule_is_known(schedule, peak):
+    tx = optax.sgd(schedule(peak))
+    params = jnp.ones(8, jnp.bfloat16)
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    risks = mpjax.audit(step, params, tx.init(params), jnp.ones(8)).risks
+    assert [risk.kind for risk in risks] == ["update"] * (peak < 0.05)
+
+
 def test_sums_over_iterations_that_are_stored_in_half_are_risks():
     half, xs = jnp.bfloat16, jnp.ones((64, 4, 8))
 
