@@ -21,10 +21,10 @@ _CAUSES = {
     "scale is not at fault and was kept. Either training has diverged (lower the learning rate, clip gradients), or "
     "the data hold inf or NaN, or an activation leaves float16's range (65504): keep that module in float32 by a "
     "policy override, or use mixed_bfloat16.",
-    "gradients": "the gradients are inf or NaN although a scale of {scale:g} does not enlarge them: the backward pass "
-    "itself makes them. Training has diverged, or a derivative is infinite (sqrt or norm at 0, log of 0, 0/0). Run the "
-    "step in float32; if that fails too, look at the model and the data. (If the loop passes value=loss to update, a "
-    "non-finite loss is reported separately.)",
+    "gradients": "the gradients are inf or NaN although a scale of {scale:g} does not enlarge them, so it is not at "
+    "fault. Training has diverged, or an activation leaves float16's range (65504), or a derivative is infinite (sqrt "
+    "or norm at 0, log of 0, 0/0). Run the step in float32; if that fails too, look at the model and the data. (If the "
+    "loop passes value=loss to update, a non-finite loss is reported separately.)",
     "scale": "the gradients overflow at this scale, which still enlarges them: the scale is too high, which does not "
     "mean that training has diverged. Lower init_scale (or the static scale), use dynamic_loss_scale, lower hysteresis "
     "or min_scale, or allow more with max_consecutive_skips.",
