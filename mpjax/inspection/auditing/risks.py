@@ -232,37 +232,42 @@ _SMALL_FACTOR, _KEEPING_FACTOR = 0.05, 0.9
 
 
 def _updates(flow: Flow, known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
-    """Results that add a small multiple of a value to a half argument: updates that half may round away."""
+    """Small multiples of a value that are added to a half argument, or a loop's carry: half may round them away."""
 
-    def is_kept(value: Value) -> bool:
-        """Whether it is a half argument, or most of one."""
+    def is_kept(value: Value, before: Value | None) -> bool:
+        """Whether it is a half start, or most of one."""
         factors = _factors(flow, value, known)
         parts = (part for facts, part in factors if facts.is_constant and facts.low >= _KEEPING_FACTOR)
-        return any(all(v.kind == INPUT and is_half(v) for v in _sources(flow, old)) for old in (value, *parts))
+        is_start = lambda v: is_half(v) and (v.kind == INPUT if before is None else v is before)  # noqa: E731
+        return any(all(map(is_start, _sources(flow, old))) for old in (value, *parts))
 
-    for value in filter(is_half, dict.fromkeys(flow.outputs)):
+    of_calls = ((None, value) for value in dict.fromkeys(flow.outputs))
+    for before, value in (*of_calls, *((before, after) for _, before, after in _carries(flow))):
         made = [node for node in map(flow.maker, _sources(flow, value)) if node is not None]
         node = made[0] if len(made) == 1 else None  # One of several may be rounded in another way: stochastically.
-        if node is None or not primitive(node.site.name).adds or len(node.reads) != 2:
+        if not is_half(value) or node is None or not primitive(node.site.name).adds or len(node.reads) != 2:
             continue
         pairs = node.reads, node.reads[::-1]
-        steps = [facts.largest for old, new in pairs if is_kept(old) for facts, _ in _factors(flow, new, known)]
+        steps = [facts.largest for old, new in pairs if is_kept(old, before) for facts, _ in _factors(flow, new, known)]
         if steps and min(steps) <= _SMALL_FACTOR:
             dtype = value.aval.dtype
             why = f"a multiple of {min(steps):.2g} is added to a {dtype.name} value, which has {_digits(dtype)} bits"
             yield "update", node.site, dtype.name, why
 
 
-def _accumulators(flow: Flow, known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
-    """Sums over the iterations of a loop, and of gradients or counts over calls, stored in half after each term."""
+def _carries(flow: Flow) -> Iterator[tuple[Node, Value, Value]]:
+    """The loops, each with the values of a carry before and after an iteration."""
     for node in flow.eqns:
         if primitive(node.site.name).loop:
             body = sub_jaxprs(node.site.eqn)[-1]
             carry = node.inner[-1].inputs[body.consts : body.consts + body.carry]
-            length = node.site.eqn.params.get("length")
-            times = "iterations" if length is None else f"{length} iterations"
-            for before, after in zip(carry, node.inner[-1].outputs, strict=False):
-                yield from _added_to(node.inner[-1], before, after, times, known)
+            yield from ((node, *ends) for ends in zip(carry, node.inner[-1].outputs, strict=False))
+
+
+def _accumulators(flow: Flow, known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
+    """Sums over the iterations of a loop, and of gradients or counts over calls, stored in half after each term."""
+    for node, before, after in _carries(flow):
+        yield from _added_to(node.inner[-1], before, after, node.site.eqn.params.get("length"), known)
     for value in filter(is_half, flow.outputs):
         node, dtype = flow.maker(flow.source(value, repeats)), value.aval.dtype
         terms = [flow.source(v, repeats) for v in node.reads] if node is not None else []
@@ -328,7 +333,7 @@ def _factors(flow: Flow, value: Value, known: Callable[[Value], Facts]) -> Itera
 
 
 def _added_to(
-    flow: Flow, before: Value, after: Value, times: str, known: Callable[[Value], Facts]
+    flow: Flow, before: Value, after: Value, length: int | None, known: Callable[[Value], Facts]
 ) -> Iterator[RiskySite]:
     """The additions to a half value that make it a sum or a running mean of other values, and no residual stream."""
     dtype = before.aval.dtype
@@ -361,7 +366,11 @@ def _added_to(
         if node is None or not primitive(node.site.name).adds or len(node.reads) != 2:
             continue
         old, new = sorted(node.reads, key=lambda value: before not in sources(value))
-        if before in sources(old) and new.constant is None and not transformed(new):
+        # A count that the dtype holds is exact.
+        counts = known(new).is_constant and known(new).low.is_integer()
+        is_exact = counts and (length or math.inf) * known(new).largest <= exact_up_to(dtype)
+        if before in sources(old) and not is_exact and not transformed(new):
+            times = "iterations" if length is None else f"{length} iterations"
             yield "accumulator", node.site, dtype.name, _summed(times, dtype)
 
 

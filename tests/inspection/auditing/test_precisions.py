@@ -126,6 +126,35 @@ def test_the_largest_learning_rate_of_a_schedule_is_known(schedule, peak):
     assert [risk.kind for risk in risks] == ["update"] * (peak < 0.05)
 
 
+@pytest.mark.parametrize(("dtype", "expected"), [(jnp.bfloat16, ["update"]), (jnp.float32, [])])
+def test_updates_in_a_loop_are_lost_as_well(dtype, expected):
+    w, x = jnp.full((8, 8), 0.5, dtype), jnp.full((4, 8), 0.25, dtype)
+
+    def trained(w, x):
+        gradient = jax.grad(lambda w: jnp.mean((x @ w).astype(jnp.float32) ** 2))
+        return jax.lax.scan(lambda w, _: (w - dtype(1e-3) * gradient(w), None), w, length=100)[0]
+
+    def integrated(w, x):
+        return jax.lax.fori_loop(0, 100, lambda _, x: x + dtype(1e-3) * jnp.tanh(x @ w), x)
+
+    def residual_stream(w, x):
+        return jax.lax.fori_loop(0, 3, lambda _, x: x + dtype(0.5) * jnp.tanh(x @ w), x)
+
+    for fun in (trained, integrated):
+        assert [risk.kind for risk in mpjax.audit(fun, w, x).risks] == expected
+        assert jnp.array_equal(fun(w, x), w if fun is trained else x) == bool(expected)
+    assert not mpjax.audit(residual_stream, w, x).risks
+
+
+@pytest.mark.parametrize(("step", "times", "exact"), [(1, 256, True), (1, 257, False), (2, 128, True), (0.1, 9, False)])
+def test_a_count_in_half_is_a_risk_beyond_the_integers_that_it_holds(step, times, exact):
+    add = lambda i, time: time + jnp.asarray(step, time.dtype)
+    count = lambda x: jax.lax.fori_loop(0, times, add, jnp.zeros(3, x.dtype))
+    risks = mpjax.audit(count, jnp.ones(3, jnp.bfloat16)).risks
+    assert [risk.kind for risk in risks] == ([] if exact else ["accumulator"])
+    assert (float(count(jnp.ones(3, jnp.bfloat16))[0]) == step * times) == exact
+
+
 def test_sums_over_iterations_that_are_stored_in_half_are_risks():
     half, xs = jnp.bfloat16, jnp.ones((64, 4, 8))
 
