@@ -43,6 +43,7 @@ class Symptoms:
         doubtful: Whether a constant of the line is 0, 1 or inf in half, and it is not known what was written.
         argument: The argument that the operation casts; empty if it is no such cast.
         where_gradient: Whether the fault only matters in the backward pass, which has a `where` that selects zeros.
+        behind: The first inf or NaN made before, on which the operation depends although it reads none; empty if none.
         float32_is_fine: Returns whether the function is finite when traced in float32; None if unknown.
     """
 
@@ -63,6 +64,7 @@ class Symptoms:
     doubtful: bool
     argument: str
     where_gradient: bool
+    behind: str
     float32_is_fine: Callable[[], bool | None]
 
 
@@ -136,7 +138,10 @@ def diagnosis_of(found: Symptoms) -> str:
         if found.backward and follows_cotangent(flow, node):
             text += "; in the backward pass: if the loss is scaled, a smaller loss scale may keep it in range"
         return text
-    here = f"{cause or 'NaN'} in {found.half} alone {shown}{_lost(found, cause)}"
+    zero = _lost(found, cause)
+    here = f"{cause or 'NaN'} in {found.half} alone {shown}{zero}"
+    if zero and found.behind:  # such as a quotient by an inf
+        elsewhere, rounding = [*lost, f"it depends on {found.behind}"], found.behind
     kept = "what it reads" if rounding else "this part"
     return f"{'; '.join([here, *elsewhere])}: keep {kept} in float32"
 

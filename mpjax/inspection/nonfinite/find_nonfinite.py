@@ -293,6 +293,9 @@ def _examined(
     if constants and not math.isfinite(program.point(fault, tuple(here["index"]), held=constants)[1]["value"]):
         constants = []  # A constant that half holds changes nothing.
     outside = (abs(float(np.ravel(c)[0])) for c in block.consts if is_half(c) and np.size(c) == 1)
+    before = {id(each.site.eqn) for each in flow.before(node.reads)}
+    earlier = (program.places[n] for n in sorted({when[-1] for when in program.replay.made}))
+    behind = next((each for each in earlier if id(each.eqn) in before), None)
     symptoms = Symptoms(
         flow=flow,
         node=node,
@@ -311,6 +314,7 @@ def _examined(
         constants=constants,
         doubtful=unexplained or (not overflows and any(c in (0, 1) for c in outside)),
         where_gradient=_is_where_gradient(program),
+        behind="" if behind is None else f"an inf or NaN made by {behind.name} at {behind.source}",
         float32_is_fine=float32_is_fine,
     )
     numbers = [v.aval for v in eqn.invars if is_number(v)]

@@ -182,6 +182,24 @@ def test_a_fault_of_the_data_is_told_from_one_of_autocast():
     assert "float32 fails too" in found.diagnosis
 
 
+def test_an_overflow_that_a_division_makes_zero_is_named_with_its_zero():
+    """A norm beyond float16 makes a vector of zeros, whose own norm is zero; float32 there cures nothing."""
+
+    def normalised(x, dtype, later):
+        x = x.astype(dtype)
+        norm = jnp.sqrt(jnp.sum(x * x))
+        x = (x / norm).astype(later)
+        return x / jnp.sqrt(jnp.sum(x * x))
+
+    x, first = np.full(16, 300, np.float32), normalised.__code__.co_firstlineno
+    for later in (HALF, np.float32):
+        found = find_nonfinite(lambda x, later=later: normalised(x, HALF, later), x)
+        assert found.source == f"test_diagnosis.py:{first + 4}"
+        assert f"it depends on an inf or NaN made by mul at test_diagnosis.py:{first + 2}" in found.diagnosis
+        assert found.diagnosis.endswith("keep what it reads in float32")
+    assert find_nonfinite(lambda x: normalised(x, np.float32, HALF), x) is None, "the advice does not help"
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # JAX's, where the constant is rounded
 def test_an_additive_mask_beyond_half_is_no_fault_of_the_data():
     """It is infinite in half, and 0 * inf is NaN where nothing is masked."""
