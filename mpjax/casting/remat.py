@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage
+from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, castable
 from mpjax.casting.plan import Action, Step
 from mpjax.casting.setting import tracked
 from mpjax.casting.uses import STREAM_ADDITION, Use
@@ -246,14 +246,19 @@ def _unrounded(steps: Sequence[Step]) -> list[Step]:
     unrounded: set[Any] = set()
     found = []
     for step in steps:
-        in_half = step.half and step.listing.op is Op.INFER and not (step.listing.entry or step.listing.region)
-        if in_half and primitive(step.eqn.primitive.name).pointwise:
+        if step.half and _is_arithmetic(step):
             inside = not unrounded.isdisjoint(variables(step.eqn.invars)) or not read.isdisjoint(step.outvars)
             step = _in_float32(step) if inside else step
         if step.action is Action.BIND:
             unrounded.update(v for v, x in zip(step.outvars, step.outs, strict=True) if x and x.storage == FULL)
         found.append(step)
     return found
+
+
+def _is_arithmetic(step: Step) -> bool:
+    """Whether a step computes element by element, in the dtype of its operands."""
+    inferred = step.listing.op is Op.INFER and not (step.listing.entry or step.listing.region)
+    return inferred and primitive(step.eqn.primitive.name).pointwise
 
 
 def _in_float32(step: Step) -> Step:
@@ -300,7 +305,34 @@ class _Stretches:
             wide = [i for i, reads in enumerate(saved) if any(storage in worth for _, storage in reads)]
             if wide and (found := self._divided(run, saved, wide[0], wide[-1])):
                 return found
-        return list(run)
+        return self._sums(run)
+
+    def _sums(self, run: Sequence[Step]) -> list[Step]:
+        """A run without a region, in which arithmetic rounds no value that only offsets and factors are applied to.
+
+        What no derivative saves stays in the registers of a kernel too: `h + mean - other_mean` is rounded once.
+        """
+        if self.rounds:
+            return list(run)
+        saved = {v for step in run for v, _ in saved_by(step)}
+        offsets = {id(step) for step in run if _is_arithmetic(step) and self._reads_one_activation(step)}
+        unrounded: set[Any] = set()
+        found = []
+        for step in run:
+            if step.half and _is_arithmetic(step):
+                (out,) = step.outvars
+                readers = {*self.readers.get((out, HALF), ()), *self.readers.get((out, FULL), ())}
+                inside = bool(readers) and readers <= offsets and out not in saved
+                if inside or not unrounded.isdisjoint(variables(step.eqn.invars)):
+                    step = _in_float32(step)
+                if inside:
+                    unrounded.add(out)
+            found.append(step)
+        return found
+
+    def _reads_one_activation(self, step: Step) -> bool:
+        read = {v for v in variables(step.eqn.invars) if v in self.values}
+        return sum(not castable(self.values[v]) for v in read) == 1
 
     def _divided(self, run: Sequence[Step], saved: Sequence[list[Read]], least: int, most: int) -> list[Any] | None:
         """A run with a region that contains the steps from `least` to `most`; None if it saves no memory."""
@@ -326,7 +358,7 @@ class _Stretches:
             region.model = self.models.setdefault(_signature(region), region)
         except TypeError:  # a parameter without a hash
             region.model = region
-        return [*run[:first], region, *run[last + 1 :]]
+        return [*self._sums(run[:first]), region, *self._sums(run[last + 1 :])]
 
     def _best_start(self, run: Sequence[Step], saved: Sequence[list[Read]], first: int, last: int) -> int:
         """The start that minimises the stored bytes of a region that ends at `last`.
