@@ -362,12 +362,12 @@ def percent(share: float) -> str:
     """Formats a share as a percentage with two decimals, or with one significant digit below 0.01%.
 
     Example:
-        >>> percent(0.1234), percent(0.00005), percent(0.0), percent(math.inf)
-        ('12.34%', '5e-03%', '0', 'not finite')
+        >>> percent(0.1234), percent(0.0000997), percent(0.00005), percent(0.0), percent(math.inf)
+        ('12.34%', '0.01%', '5e-03%', '0', 'not finite')
     """
     if not math.isfinite(share):
         return "not finite"
-    return "0" if share == 0 else f"{share:.2%}" if share >= 0.0001 else f"{100 * share:.0e}%"
+    return "0" if share == 0 else f"{share:.2%}" if share >= 0.000095 else f"{100 * share:.0e}%"
 
 
 def duration(seconds: float) -> str:
