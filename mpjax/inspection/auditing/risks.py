@@ -234,12 +234,14 @@ _SMALL_FACTOR, _KEEPING_FACTOR = 0.05, 0.9
 def _updates(flow: Flow, known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
     """Small multiples of a value that are added to a half argument, or a loop's carry: half may round them away."""
 
+    def is_start(value: Value, before: Value | None) -> bool:
+        return is_half(value) and (value.kind == INPUT if before is None else value is before)
+
     def is_kept(value: Value, before: Value | None) -> bool:
         """Whether it is a half start, or most of one."""
         factors = _factors(flow, value, known)
         parts = (part for facts, part in factors if facts.is_constant and facts.low >= _KEEPING_FACTOR)
-        is_start = lambda v: is_half(v) and (v.kind == INPUT if before is None else v is before)  # noqa: E731
-        return any(all(map(is_start, _sources(flow, old))) for old in (value, *parts))
+        return any(all(is_start(v, before) for v in _sources(flow, old)) for old in (value, *parts))
 
     of_calls = ((None, value) for value in dict.fromkeys(flow.outputs))
     for before, value in (*of_calls, *((before, after) for _, before, after in _carries(flow))):
