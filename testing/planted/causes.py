@@ -106,14 +106,14 @@ def _norm_in_half(x: Any, w: Any) -> Any:
 # Each cause: what is planted in the module, and the answers by tool.
 CAUSES: dict[str, tuple[Plant, Answers]] = {
     "healthy": (dense, HEALTHY),
-    # A square that leaves float16's range, and comes back.
+    # A product that leaves float16's range, and comes back.
     "overflow": (
-        lambda x, w: (x @ w * 300) * (x @ w * 300) / 9e4,
+        lambda x, w: (300 * x) @ (300 * w) / 9e4,
         {
             "numerics": keeps_the_module,
             "layerwise_error": ranks_the_overflow,
             "search": search_keeps,
-            "find_nonfinite": found_in("mul", "overflow of float16"),
+            "find_nonfinite": found_in("dot_general", "overflow of float16"),
         },
     ),
     # A small difference of large numbers.
