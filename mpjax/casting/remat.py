@@ -9,13 +9,14 @@ the stored bytes; or half arithmetic alone, where that would store more than it 
 includes a bias addition stores the matmul's result. What depends on no float, such as a mask, is computed in the region
 that first reads it, so that no region stores it.
 
-Half arithmetic in a region is rounded where a result leaves the region, and nowhere before.
+Half arithmetic in a region is rounded where a result leaves the region, and nowhere before. So is a chain of offsets
+and factors outside of regions.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, castable
@@ -237,20 +238,20 @@ def _belongs(step: Step) -> bool:
     return step.listing.op is not Op.OPAQUE and step.listing is not STREAM_ADDITION and is_cheap(step.eqn)
 
 
-def _unrounded(steps: Sequence[Step]) -> list[Step]:
-    """The steps of a region, in which arithmetic rounds no value that another step of the region reads.
+def _unrounded(steps: Sequence[Step], inside: Set[Any]) -> list[Step]:
+    """Steps in which arithmetic rounds none of the values `inside`, which only these steps read.
 
-    Such values stay in the registers of a kernel, so float32 costs nothing. What leaves the region is rounded once.
+    Such values stay in the registers of a kernel, so float32 costs nothing. What leaves the steps is rounded once.
     """
-    read = {v for step in steps for v in variables(step.eqn.invars)}
     unrounded: set[Any] = set()
     found = []
     for step in steps:
         if step.half and _is_arithmetic(step):
-            inside = not unrounded.isdisjoint(variables(step.eqn.invars)) or not read.isdisjoint(step.outvars)
-            step = _in_float32(step) if inside else step
+            wide = not unrounded.isdisjoint(variables(step.eqn.invars)) or not inside.isdisjoint(step.outvars)
+            step = _in_float32(step) if wide else step
         if step.action is Action.BIND:
-            unrounded.update(v for v, x in zip(step.outvars, step.outs, strict=True) if x and x.storage == FULL)
+            outs = zip(step.outvars, step.outs, strict=True)
+            unrounded.update(v for v, x in outs if v in inside and x and x.storage == FULL)
         found.append(step)
     return found
 
@@ -316,19 +317,9 @@ class _Stretches:
             return list(run)
         saved = {v for step in run for v, _ in saved_by(step)}
         offsets = {id(step) for step in run if _is_arithmetic(step) and self._reads_one_activation(step)}
-        unrounded: set[Any] = set()
-        found = []
-        for step in run:
-            if step.half and _is_arithmetic(step):
-                (out,) = step.outvars
-                readers = {*self.readers.get((out, HALF), ()), *self.readers.get((out, FULL), ())}
-                inside = bool(readers) and readers <= offsets and out not in saved
-                if inside or not unrounded.isdisjoint(variables(step.eqn.invars)):
-                    step = _in_float32(step)
-                if inside:
-                    unrounded.add(out)
-            found.append(step)
-        return found
+        made = (v for step in run if step.half and _is_arithmetic(step) for v in step.outvars if v not in saved)
+        readers = {v: {*self.readers.get((v, HALF), ()), *self.readers.get((v, FULL), ())} for v in made}
+        return _unrounded(run, {v for v, reading in readers.items() if reading and reading <= offsets})
 
     def _reads_one_activation(self, step: Step) -> bool:
         read = {v for v in variables(step.eqn.invars) if v in self.values}
@@ -350,7 +341,9 @@ class _Stretches:
         without = sum(map(self._size_unpacked, {read for reads in saved for read in reads}))
         if not outs or without <= window.bytes:
             return None
-        inside = list(run[first : last + 1]) if self.rounds else _unrounded(run[first : last + 1])
+        inside = list(run[first : last + 1])
+        if not self.rounds:
+            inside = _unrounded(inside, {v for step in inside for v in variables(step.eqn.invars)})
         scopes = compat.common_scopes([step.eqn for step in inside])
         is_last = not any(self.uses.get(v, Use.NONE) & Use.ANY_HALF for v, _ in outs)
         region = RematRegion(inside, ins, tuple(self.is_input_value(v) for v, _ in ins), outs, scopes, is_last)
