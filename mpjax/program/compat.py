@@ -188,6 +188,11 @@ def variable_of(tracer: Any) -> Any:
     return value if isinstance(value, Var) else None
 
 
+def is_of_current_trace(x: Any) -> bool:
+    """Whether an array is a tracer of the innermost trace."""
+    return isinstance(x, core.Tracer) and x._trace is trace_ctx.trace
+
+
 def same_trace(a: Any, b: Any) -> bool:
     """Whether two tracers belong to the same trace."""
     return a._trace is b._trace

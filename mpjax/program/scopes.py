@@ -117,6 +117,16 @@ def named_modules(tree: Any) -> Iterator[None]:
                 become(module, None)
 
 
+def stores_of_models() -> list[Any]:
+    """The variables of the Linen model and of the Haiku model that are running, to which their layers write."""
+    linen, haiku = sys.modules.get("flax.linen.module"), sys.modules.get("haiku")
+    module = linen._context.module_stack[-1] if linen is not None else None
+    stores = [] if module is None or module.scope is None else [module.scope.root._variables]
+    with contextlib.suppress(ValueError):  # no Haiku model is running
+        stores += [] if haiku is None else [haiku.get_params(), haiku.get_current_state()]
+    return stores
+
+
 def is_container(cls: type) -> bool:
     """Whether a module of this class only holds others: `nnx.List` or `nnx.Dict`."""
     return cls.__module__.startswith("flax.") and cls.__name__ in ("List", "Dict")

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpjax.program import compat, contexts, derivative_rules, objects
 from mpjax.program.graph import present
-from mpjax.program.scopes import named_modules
+from mpjax.program.scopes import named_modules, stores_of_models
 from mpjax.program.source import traceback_line
 
 
@@ -49,7 +49,8 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
             operations of autocast functions inside alone.
 
     Raises:
-        TypeError: The function's control flow depends on the value of an array.
+        TypeError: The function's control flow depends on the value of an array, or it writes to the variables of a
+            Linen or Haiku model that is running around it.
     """
     leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     where = [i for i, (_, leaf) in enumerate(leaves) if is_array(leaf)]
@@ -59,6 +60,9 @@ def trace(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], 
     def flat(*arrays: Any) -> list[Any]:
         args, kwargs = jax.tree.unflatten(tree, objects.filled((leaf for _, leaf in leaves), where, arrays))
         results, out["rebuild"] = objects.split_arrays(fun(*args, **kwargs))
+        for path, x in jax.tree_util.tree_leaves_with_path(stores_of_models()):
+            if compat.is_of_current_trace(x):
+                raise TypeError(_writes(fun, jax.tree_util.keystr(path[1:], simple=True, separator="/")))
         if half is not None:
             out["rules"] = derivative_rules.trace_live()
         return results
@@ -81,6 +85,15 @@ def _needs_a_value(fun: Callable[..., Any], error: Exception) -> str:
         f"autocast traces {name}, as jax.jit does, but {traceback_line(error) or 'a line of it'} needs the value of an "
         "array. Put jax.jit's control flow there (jax.lax.cond, jax.lax.while_loop, jnp.where), or apply autocast to "
         f"the part without it. JAX says: {str(error).splitlines()[0]}"
+    )
+
+
+def _writes(fun: Callable[..., Any], path: str) -> str:
+    return (
+        f"autocast traces {getattr(fun, '__name__', 'the function')}, as jax.jit does, but it writes {path!r} of the "
+        "model that runs around it, where a tracer would stay. Apply autocast to the loss or to model.apply, instead "
+        "of a part of the model that creates parameters or changes state; mpjax.with_policy(model, policy) returns a "
+        "Flax model."
     )
 
 
