@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 import operator
 from collections.abc import Callable
@@ -172,11 +171,7 @@ def static_loss_scale(
     """
     applying.refuse_swapped("static_loss_scale", inner, scale)
     _check(_SMALLEST <= scale <= _LARGEST, "scale", scale, "must lie between 2**-126 and 2**126")
-
-    def fixed(present: jax.Array, grow: jax.Array, back_off: jax.Array) -> jax.Array:
-        return jnp.full_like(present, scale)
-
-    return _loss_scaled(inner, scale, fixed, 2**31 - 1, 1, axis_name, grads_are_scaled)
+    return _fixed(inner, scale, axis_name, grads_are_scaled)
 
 
 def loss_scale_for(inner: optax.GradientTransformation | optax.MultiSteps, policy: Any, **kwargs: Any) -> LossScaled:
@@ -185,7 +180,8 @@ def loss_scale_for(inner: optax.GradientTransformation | optax.MultiSteps, polic
     Args:
         inner: The optimizer.
         policy: Anything that `get_policy` accepts. If it or one of its overrides computes in float16, the scale
-            is dynamic. Otherwise it is 1, since bfloat16 has float32's range.
+            is dynamic. Otherwise it is 1, since bfloat16 has float32's range, and an update warns if its gradients
+            come from a float16 backward pass.
         **kwargs: Arguments of `dynamic_loss_scale`. Those about the scale have no effect if it is 1.
 
     Raises:
@@ -204,8 +200,14 @@ def loss_scale_for(inner: optax.GradientTransformation | optax.MultiSteps, polic
     dtypes = (policy.compute_dtype, *(override.compute_dtype for _, override in policy.overrides))
     if jnp.float16 in dtypes:
         return dynamic
-    shared = inspect.signature(static_loss_scale).parameters
-    return static_loss_scale(inner, 1.0, **{k: v for k, v in kwargs.items() if k in shared})
+    return _fixed(inner, 1.0, kwargs.get("axis_name"), kwargs.get("grads_are_scaled", False), allows_float16=False)
+
+
+def _fixed(inner: Any, scale: float, axis_name: Any, grads_are_scaled: bool, allows_float16: bool = True) -> LossScaled:
+    def fixed(present: jax.Array, grow: jax.Array, back_off: jax.Array) -> jax.Array:
+        return jnp.full_like(present, scale)
+
+    return _loss_scaled(inner, scale, fixed, 2**31 - 1, 1, axis_name, grads_are_scaled, allows_float16)
 
 
 def _loss_scaled(
@@ -216,8 +218,9 @@ def _loss_scaled(
     hysteresis: int,
     axis_name: Any,
     grads_are_scaled: bool,
+    allows_float16: bool = True,
 ) -> LossScaled:
-    """The implementation of the public transformations, which differ only in `next_scale`."""
+    """The implementation of the public transformations, which differ in `next_scale`. Some warn of float16."""
     inner = as_transformation(inner)
     advance, finish = applying.update_in_parts(inner)
     expects_scaled = not grads_are_scaled and init_scale > 1
@@ -267,6 +270,8 @@ def _loss_scaled(
             )
         elif expects_scaled:
             usage.warn_of_unscaled_gradients(values, init_scale)
+        elif not allows_float16:
+            usage.warn_of_float16(values)
         with jax.named_scope(UPDATE) if expects_scaled else contextlib.nullcontext():
             loss_finite = all_finite(extra_args.get("value"), state.loss_scale, axis_name)
             finite = all_finite(values, state.loss_scale, axis_name) & loss_finite

@@ -10,7 +10,7 @@ import jax
 from mpjax.loss_scale.state import LossScaleWarning, roundings
 from mpjax.policy import is_half, path_string
 from mpjax.program import compat
-from mpjax.program.linearity import passes_of
+from mpjax.program.linearity import FLOAT16, passes_of
 from mpjax.program.source import BACKWARD, DIVIDED, OUTSIDE, SCALED, user_stacklevel
 
 _MESSAGE = (
@@ -19,6 +19,10 @@ _MESSAGE = (
     "jax.value_and_grad(loss_fn), or jax.grad, nnx.grad, eqx.filter_grad of mpjax.scale_loss(loss_fn, opt_state). If "
     "the loop multiplies the loss by the scale itself, nothing divides the gradient again, and it is {scale:g} times "
     "too large: give dynamic_loss_scale(tx, grads_are_scaled=True), or leave the product out."
+)
+_SCALE_OF_1 = (
+    "loss scaling: the backward pass of this program is in float16, but loss_scale_for got a policy without float16. "
+    "The loss scale is 1, so small gradients are lost. Give loss_scale_for the policy of the loss."
 )
 _TWICE = (
     "loss scaling: {caller} divides gradients by the loss scale, but mpjax.value_and_grad or "
@@ -49,6 +53,12 @@ def warn_of_unscaled_gradients(grads: Any, scale: float) -> None:
     passes = passes_of(compat.equations_behind(grads))
     if BACKWARD in passes and SCALED not in passes:
         warnings.warn(_MESSAGE.format(scale=scale), LossScaleWarning, stacklevel=user_stacklevel())
+
+
+def warn_of_float16(grads: Any) -> None:
+    """Warns of gradients of a float16 backward pass."""
+    if FLOAT16 in passes_of(compat.equations_behind(grads)):
+        warnings.warn(_SCALE_OF_1, LossScaleWarning, stacklevel=user_stacklevel())
 
 
 def warn_of_gradients_divided_twice(grads: Any, caller: str, instead: str) -> None:

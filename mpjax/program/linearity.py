@@ -43,11 +43,14 @@ class NonlinearRuleWarning(UserWarning):
     """
 
 
+FLOAT16 = "float16"
+
+
 def passes_of(eqns: Iterable[Any]) -> frozenset[str]:
     """The passes of the matmuls among equations, and the marks of loss scaling.
 
     `SCALED` marks products with a loss scale, `DIVIDED` those of the backward pass, which make gradients true, and
-    `OUTSIDE` derivative rules that no scaled loss is around.
+    `OUTSIDE` derivative rules that no scaled loss is around. `FLOAT16` stands for such matmuls of a backward pass.
     """
     found: set[str] = set()
     for eqn in eqns:
@@ -56,6 +59,8 @@ def passes_of(eqns: Iterable[Any]) -> frozenset[str]:
         found |= {DIVIDED} if SCALED in module and phase_of(module) == BACKWARD else set()
         found |= {OUTSIDE} if OUTSIDE in module and phase_of(module) == BACKWARD else set()
         found |= {phase_of(module)} if row.op is Op.ALLOW else set()
+        is_float16 = row.op is Op.ALLOW and any(v.aval.dtype == np.float16 for v in eqn.invars)
+        found |= {FLOAT16} if is_float16 and phase_of(module) == BACKWARD else set()
         for inner in sub_jaxprs(eqn) if row.op is Op.ENTER else ():
             found |= passes_of(inner.opened.eqns)
     return frozenset(found)

@@ -103,6 +103,15 @@ def test_scales_of_1_and_gradients_scaled_by_hand_do_not_warn():
     run(mpjax.dynamic_loss_scale(optax.sgd(0.1), grads_are_scaled=True), plain)
 
 
+def test_a_float16_loss_and_an_optimizer_for_bfloat16_warn():
+    tx = mpjax.loss_scale_for(optax.sgd(0.1), "mixed_bfloat16")
+    gradient = lambda policy: lambda params, state, x: mpjax.grad(loss_fn, state, policy=policy)(params, x)
+    run(tx, gradient("mixed_bfloat16"))
+    with pytest.warns(mpjax.LossScaleWarning, match="is in float16, but loss_scale_for got a policy without") as caught:
+        run(tx, gradient("mixed_float16"))
+    assert caught[0].filename == __file__
+
+
 @pytest.mark.parametrize("gradient", ["jax.grad", "mpjax.grad"])
 def test_audit_of_such_a_step_leads_with_it(gradient):
     tx = mpjax.dynamic_loss_scale(optax.sgd(0.1))
