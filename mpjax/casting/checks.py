@@ -24,7 +24,7 @@ from mpjax.program import compat
 from mpjax.program.dataflow import dataflow
 from mpjax.program.formats import format_of
 from mpjax.program.linearity import passes_of
-from mpjax.program.source import BACKWARD
+from mpjax.program.source import BACKWARD, user_stacklevel
 from mpjax.program.tracing import TracedCall
 
 
@@ -42,7 +42,7 @@ class AutocastWarning(UserWarning):
 
 
 def _warn(message: str, category: type[Warning] = AutocastWarning) -> None:
-    warnings.warn(message, category, stacklevel=4)
+    warnings.warn(message, category, stacklevel=user_stacklevel())
 
 
 def check_inputs(program: Any, policy: Policy) -> None:

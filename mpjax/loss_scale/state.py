@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from mpjax.program.objects import held
+from mpjax.program.source import user_stacklevel
 
 _CAUSES = {
     "loss": "the loss itself was inf or NaN in the last {losses} of them, an overflow of the forward pass, so the loss "
@@ -165,7 +166,7 @@ _AFTER_ROUNDING = (
 def check_wiring(opt_state: Any) -> None:
     """Warns where the positions of states show that transformations are in an order that breaks them."""
     for message in dict.fromkeys(_miswirings(opt_state)):
-        warnings.warn(f"loss scaling: {message}", LossScaleWarning, stacklevel=5)
+        warnings.warn(f"loss scaling: {message}", LossScaleWarning, stacklevel=user_stacklevel())
 
 
 def _miswirings(node: Any) -> Iterator[str]:

@@ -84,5 +84,5 @@ def warn_without_masters(state: Any, params: Any) -> None:
             "dynamic_loss_scale(mpjax.master_weights(tx, policy)) (or mpjax.kahan, mpjax.stochastic_rounding), or keep "
             "the params in float32.",
             LossScaleWarning,
-            stacklevel=3,
+            stacklevel=user_stacklevel(),
         )

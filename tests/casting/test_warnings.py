@@ -133,9 +133,10 @@ def test_float64_inputs_are_reported():
     assert any("args[0]['w'] (float64)" in str(w.message) for w in caught)
 
 
-def test_warning_points_at_the_caller():
+@pytest.mark.parametrize("inside", [lambda fun: fun, jax.jit, mpjax.grad])
+def test_warning_points_at_the_caller(inside):
     with pytest.warns(AutocastWarning) as caught:
-        mpjax.autocast(lambda x: jnp.sum(x))(X)
+        inside(mpjax.autocast(lambda x: jnp.sum(x)))(X)
     assert caught[0].filename == __file__
 
 
