@@ -16,7 +16,7 @@ from mpjax.program import compat, contexts
 from mpjax.program.evaluator import bind_in_context, run
 from mpjax.program.graph import replaced
 from mpjax.program.linearity import check_scaled_rule
-from mpjax.program.objects import filled, functional, is_nnx_object, split_arrays
+from mpjax.program.objects import filled, functional, split_arrays
 from mpjax.program.source import TRUE, scopes
 from mpjax.program.tracing import intercepted
 
@@ -32,7 +32,6 @@ class Call:
     """
 
     def __init__(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        fun, kwargs = _with_module(fun, kwargs)
         self._call, args, kwargs, self._finish = functional(fun, args, kwargs)
         leaves, self._tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
         self._leaves = [leaf for _, leaf in leaves]
@@ -131,15 +130,6 @@ def closed(
 def _is_perturbed(x: Any) -> bool:
     # A mutable reference has the dtype of its array.
     return isinstance(x, jax.core.Tracer) and compat.is_shaped(jax.typeof(x)) and is_differentiable(x)
-
-
-def _with_module(fun: Callable[..., Any], kwargs: Any) -> tuple[Callable[..., Any], Any]:
-    """The call with an NNX module as an argument, if it is the function or the object of a bound method."""
-    module = fun if is_nnx_object(fun) else getattr(fun, "__self__", None)
-    if not is_nnx_object(module):
-        return fun, kwargs
-    method = type(module).__call__ if module is fun else fun.__func__  # type: ignore[attr-defined]
-    return lambda *args, _module, **kwargs: method(_module, *args, **kwargs), {**kwargs, "_module": module}
 
 
 _NEEDS_A_VALUE = (

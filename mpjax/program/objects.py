@@ -87,6 +87,15 @@ def names(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return found
 
 
+def with_module(fun: Callable[..., Any], kwargs: Any) -> tuple[Callable[..., Any], Any]:
+    """The call with an NNX module as an argument, if it is the function or the object of a bound method."""
+    module = fun if is_nnx_object(fun) else getattr(fun, "__self__", None)
+    if not is_nnx_object(module):
+        return fun, kwargs
+    method = type(module).__call__ if module is fun else fun.__func__  # type: ignore[attr-defined]
+    return lambda *args, _module, **kwargs: method(_module, *args, **kwargs), {**kwargs, "_module": module}
+
+
 def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """Converts a call with NNX objects to a call of a pure function of arrays. Other calls are returned unchanged.
 
@@ -94,6 +103,7 @@ def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, An
         The pure function, its arguments, its keyword arguments, and a function that takes its result, writes the new
         state into the caller's objects, and returns the result of `fun`.
     """
+    fun, kwargs = with_module(fun, kwargs)
     if not contains_state((args, kwargs)):
         return fun, args, kwargs, lambda out: out
     from flax import nnx

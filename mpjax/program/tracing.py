@@ -104,6 +104,7 @@ def functional(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, An
     the parameters that they read. Equinox modules keep the scopes that Equinox gives them: a class with scopes would be
     another pytree, which `eqx.combine` rejects.
     """
+    fun, kwargs = objects.with_module(fun, kwargs)
     if not objects.contains_state((args, kwargs)):
         return fun, args, kwargs, lambda out: out
 
@@ -119,6 +120,7 @@ def traced_call(fun: Callable[..., Any], args: Any, kwargs: Any) -> TracedCall:
 
     Its names are the tree paths of arrays in `(args, kwargs)`, also of those in NNX objects.
     """
+    fun, kwargs = objects.with_module(fun, kwargs)
     call, given, keywords, _ = functional(fun, args, kwargs)
     program = trace(call, given, keywords, None)
     if objects.contains_state((args, kwargs)):

@@ -55,6 +55,15 @@ def test_state_that_changes_inside_changes_outside(model, plain, x):
     assert model.drop.rngs.count[...] == plain.drop.rngs.count[...] == 1
 
 
+@pytest.mark.parametrize("of", [lambda model: model, lambda model: model.__call__])
+def test_a_module_or_its_method_may_be_the_function(of, model, plain, x):
+    fun = mpjax.autocast(of(model))
+    np.testing.assert_allclose(fun(x), nnx.jit(Model.__call__)(plain, x), atol=1e-2)
+    np.testing.assert_allclose(model.norm.mean[...], plain.norm.mean[...], atol=1e-3)
+    assert "100.0% in half" in str(mpjax.explain(fun, x))
+    assert mpjax.audit(of(plain), x).flops.keys() == {"float32"}
+
+
 def test_value_and_grad_over_an_autocast_function_of_a_module(model, plain, x):
     loss, grads = nnx.jit(nnx.value_and_grad(mpjax.autocast(loss_fn)))(model, x)
     true_loss, true_grads = nnx.jit(nnx.value_and_grad(loss_fn))(plain, x)
