@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
@@ -149,13 +150,13 @@ def autocast(fun: Any = None, policy: Any = "mixed_float16", *, rules: Rules | N
     Source: the lists and the propagation of TensorFlow's automatic mixed precision (NVIDIA) and of
     `torch.autocast`; Micikevicius et al., "Mixed Precision Training", ICLR 2018.
     """
+    if fun is not None and not _can_be_traced(fun):
+        raise _not_a_function(fun)
     policy = get_policy(policy)
     if not isinstance(rules, Rules | None):
         raise TypeError(f"autocast(rules={rules!r}): give a mpjax.Rules, such as mpjax.Rules(residuals='int8').")
     if fun is None:
         return functools.partial(autocast, policy=policy, rules=rules)
-    if not callable(fun) or _is_linen(fun):
-        raise _not_a_function(fun)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -181,6 +182,12 @@ def _is_linen(x: Any) -> bool:
     return any(c.__name__ == "Module" and c.__module__.startswith("flax.linen") for c in type(x).__mro__)
 
 
+def _can_be_traced(fun: Any) -> bool:
+    """Whether a call runs the body of a function, and `fun` is no Linen module."""
+    runs_later = inspect.isclass(fun) or inspect.isgeneratorfunction(fun) or inspect.iscoroutinefunction(fun)
+    return callable(fun) and not runs_later and not _is_linen(fun)
+
+
 def _not_a_function(fun: Any) -> TypeError:
     kind = type(fun).__qualname__
     if _is_linen(fun):
@@ -190,8 +197,20 @@ def _not_a_function(fun: Any) -> TypeError:
         )
     if isinstance(fun, (str, jmp.Policy)):
         return TypeError(
-            f"autocast({fun!r}): the function comes first; a decorator is @mpjax.autocast(policy={fun!r})."
+            f"autocast({fun!r}): the function comes first, autocast(loss_fn, {fun!r}); a decorator is "
+            f"@mpjax.autocast(policy={fun!r}). There is no context manager."
         )
+    if inspect.isclass(fun):
+        return TypeError(
+            f"autocast({fun.__qualname__}): a call of a class only makes an object. Put autocast on a method, or on "
+            "the function that calls the object."
+        )
+    if callable(fun):
+        return TypeError(f"autocast({fun!r}): a call of a generator or coroutine function runs nothing of it.")
+    if isinstance(fun, classmethod):
+        return TypeError(f"autocast({fun!r}): put @classmethod above @mpjax.autocast.")
+    if hasattr(fun, "apply"):
+        return TypeError(f"autocast({kind}(...)): give its apply, autocast(model.apply, policy).")
     return TypeError(f"autocast({fun!r}): a {kind} is not a function; give the loss function itself.")
 
 
