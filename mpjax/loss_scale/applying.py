@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self, TypeVar, overload
@@ -117,7 +118,8 @@ def apply_gradients(tx: Any, grads: Any, opt_state: Any = None, params: Any = No
     if opt_state is None or params is None:
         raise TypeError(
             "apply_gradients(tx, grads, opt_state, params): opt_state or params are missing. Only a Flax TrainState in "
-            f"place of tx holds them; got a {type(tx).__name__}."
+            f"place of tx holds them; got a {type(tx).__name__}. (An nnx.Optimizer has its own: "
+            "optimizer.update(model, grads, value=loss).)"
         )
     if is_of_nnx(opt_state, "Optimizer"):
         _apply_to_nnx(tx, grads, opt_state, params, extra_args)
@@ -251,7 +253,7 @@ def as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
         inner = inner.gradient_transformation()
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
         raise TypeError(
-            f"expected an optax gradient transformation to wrap, got {inner!r} "
+            f"expected an optax gradient transformation to wrap, got {reprlib.repr(inner)} "
             "(give the transformation itself, such as optax.adam(1e-3))."
         )
     if not isinstance(inner, optax.GradientTransformationExtraArgs):
@@ -279,6 +281,8 @@ def check_arguments(call: str, grads: Any, opt_state: Any, params: Any) -> None:
     for name, tree in (("grads", grads), ("params", params)):
         if contains_state(tree):
             raise TypeError(f"{call}: got the optimizer state as {name}; check the order of the arguments.")
+    if type(grads) is tuple and len(grads) == 2 and same_structure(grads[1], params):
+        raise TypeError(f"{call}: grads is a pair. value_and_grad returns (loss, grads): give the second.")
     # Some transformations define params of another type than the gradients (optax.LookaheadParams).
     if type(grads) is not type(params) or same_structure(grads, params):
         return

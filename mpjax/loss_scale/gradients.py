@@ -88,6 +88,10 @@ def value_and_grad(
         >>> grads.dtype, float(grads[0])
         (dtype('float32'), 5.96...e-08)
     """
+    if not callable(fun):
+        raise TypeError(
+            f"value_and_grad(loss_fn, opt_state): a {type(fun).__name__} came first; give the loss function itself."
+        )
     run = fun
     if policy is not None:
         from mpjax.casting.autocast import autocast  # imported here, so that loss scaling does not depend on it
@@ -117,7 +121,9 @@ def value_and_grad(
             with contextlib.nullcontext() if scale is None else level(scale, mark, around):
                 out = call(*inputs, **keywords)
             finish.append(completed)
-            loss = jax.tree.leaves(out)[0]
+            loss = next(iter(jax.tree.leaves(out)), None)
+            if loss is None:
+                raise TypeError("Gradient only defined for scalar-output functions. The loss function returned None.")
             if scale is not None and is_differentiable(loss):
                 loss = multiply(loss, scale, jnp.float32 if is_half(loss) else loss.dtype)
             return loss, out  # `out` holds the true loss
@@ -125,6 +131,7 @@ def value_and_grad(
         finish: list[Callable[[Any], Any]] = []
         around = contexts.scaled_losses.value
         scale = None if opt_state is None else one_scale("value_and_grad", opt_state)
+        _check_differentiable(given)
         wide = {i: widened(given[i]) for i in chosen}
         mark = np.zeros((), np.float32)
         with contextlib.nullcontext() if scale is None else contexts.scaled_losses(contexts.IN_RULE):
@@ -140,8 +147,8 @@ def value_and_grad(
         out = finish[0](out)
         if not has_aux and not same_structure(out, 0.0):
             raise TypeError(
-                f"Gradient only defined for scalar-output functions. Output was: {out}. With has_aux=True, "
-                "value_and_grad takes a function that returns (loss, aux)."
+                "Gradient only defined for scalar-output functions. With has_aux=True, value_and_grad takes a function "
+                f"that returns (loss, aux). Output was: {out}."
             )
         found = tuple(_like_state(grads[i], args[i], chosen[i]) if i in variables else grads[i] for i in chosen)
         return out, found if isinstance(argnums, Sequence) else found[0]
@@ -227,6 +234,16 @@ def _chosen(argnums: Argnums, count: int) -> dict[int, int | nnx.DiffState]:
             raise ValueError(f"argnums={argnums!r} names an argument twice.")
         chosen[position] = position if argnum is given else given
     return chosen
+
+
+def _check_differentiable(given: dict[int, Any]) -> None:
+    for i, tree in given.items():
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            if not jnp.issubdtype(dtype := jax.typeof(x).dtype, jnp.inexact):
+                raise TypeError(
+                    f"grad requires real- or complex-valued inputs, but {path_string(path) or 'all'} of argument {i} "
+                    f"is {dtype}. Give it in another argument (argnums says which are differentiated)."
+                )
 
 
 def _is_float8(path: Any, x: Any) -> bool:

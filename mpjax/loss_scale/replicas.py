@@ -24,7 +24,13 @@ def all_finite(tree: Any, state: Any, axis_name: Any) -> jax.Array:
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
     finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]).all() if leaves else jnp.ones((), jnp.bool_)
     axes = _axes(finite, state, axis_name)
-    return jax.lax.pmin(finite.astype(jnp.int32), axes).astype(jnp.bool_) if axes else finite
+    try:
+        return jax.lax.pmin(finite.astype(jnp.int32), axes).astype(jnp.bool_) if axes else finite
+    except NameError as error:
+        raise NameError(
+            f"loss scaling: no pmap, shard_map or vmap around this step has the axis of axis_name={axis_name!r}. Give "
+            "the name of its axis. Under jit alone, which sees all devices as one, leave axis_name out."
+        ) from error
 
 
 def _axes(finite: jax.Array, state: Any, axis_name: Any) -> tuple[Any, ...]:

@@ -23,9 +23,10 @@ _CAUSES = {
     "the data hold inf or NaN, or an activation leaves float16's range (65504): keep that module in float32 by a "
     "policy override, or use mixed_bfloat16.",
     "gradients": "the gradients are inf or NaN although a scale of {scale:g} does not enlarge them, so it is not at "
-    "fault. Training has diverged, or an activation leaves float16's range (65504), or a derivative is infinite (sqrt "
-    "or norm at 0, log of 0, 0/0). Run the step in float32; if that fails too, look at the model and the data. (If the "
-    "loop passes value=loss to update, a non-finite loss is reported separately.)",
+    "fault (unless value_and_grad got the state of another optimizer, whose scale stays). Training has diverged, or an "
+    "activation leaves float16's range (65504), or a derivative is infinite (sqrt or norm at 0, log of 0, 0/0). Run "
+    "the step in float32; if that fails too, look at the model and the data. (If the loop passes value=loss to update, "
+    "a non-finite loss is reported separately.)",
     "scale": "the gradients overflow at this scale, which still enlarges them: the scale is too high, which does not "
     "mean that training has diverged. Lower init_scale (or the static scale), use dynamic_loss_scale, lower hysteresis "
     "or min_scale, or allow more with max_consecutive_skips.",
@@ -216,8 +217,11 @@ def check_progress(opt_state: Any, max_consecutive_skips: int = 50) -> None:
     Raises:
         LossScaleError: More steps were skipped. Its text and `cause` tell divergence from a scale that is too high.
         ValueError: No (or more than one) `LossScaleState` in `opt_state`.
+        TypeError: It is called inside of a `jit`.
     """
     state = find_loss_scale_state(opt_state)
+    if isinstance(state.consecutive_skips, jax.core.Tracer):
+        raise TypeError("check_progress reads numbers: call it outside of jit, on the state that the step returned.")
     skips = int(np.max(state.consecutive_skips))
     if skips <= max_consecutive_skips:
         return

@@ -56,6 +56,14 @@ def test_an_ensemble_with_separate_states_decides_for_each_member():
     assert run(BAD, states).tolist() == [True, False, True, True]
 
 
+@pytest.mark.parametrize("around", [lambda step: step, lambda step: jax.vmap(step, axis_name="batch")])
+def test_an_axis_that_is_not_around_the_step_is_an_error_with_both_ways_out(around):
+    tx = mpjax.dynamic_loss_scale(optax.sgd(0.1), axis_name="data")
+    step = lambda grads: tx.update(grads, tx.init(ONE))[0]
+    with pytest.raises(NameError, match=r"axis_name='data'\. Give the name of its axis. Under jit alone"):
+        jax.eval_shape(around(step), ONE[None])
+
+
 def shard_map_without_checks(step, grads, state):
     specs = XY, PartitionSpec()
     return jax.jit(jax.shard_map(step, mesh=MESH, in_specs=specs, out_specs=specs, check_vma=False))(grads, state)

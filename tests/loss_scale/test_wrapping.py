@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 
 import mpjax
@@ -18,6 +19,9 @@ PARAMS = {"w": np.ones(2, np.float32)}
 GOOD = {"w": np.ones(2, np.float32)}
 BAD = {"w": np.array([1.0, np.nan], np.float32)}
 LOSS = lambda p: jnp.sum(p["w"])
+
+
+OPTIMIZER = nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)
 
 
 def scaled(inner=None):
@@ -155,6 +159,14 @@ def test_arguments_in_another_order_raise_a_one_line_error():
             tx, GOOD, TrainState.create(apply_fn=None, params=PARAMS, tx=tx), PARAMS
         ),
         "params are missing": lambda: mpjax.apply_gradients(tx, GOOD, state),
+        r"optimizer.update\(model, grads, value=loss\)": lambda: mpjax.apply_gradients(OPTIMIZER, GOOD, value=1.0),
+        r"grads is a pair.*give the second": lambda: mpjax.apply_gradients(tx, (1.0, GOOD), state, PARAMS),
+        r"outside of jit": lambda: jax.eval_shape(mpjax.check_progress, state),
+        r"a dict came first": lambda: mpjax.value_and_grad(PARAMS, state),
+        r"a LossScaleState came first": lambda: mpjax.grad(state, LOSS),
+        "loss function returned None": lambda: mpjax.grad(lambda p: None, state)(PARAMS),
+        "b/n of argument 0 is int32": lambda: mpjax.grad(LOSS)({**PARAMS, "b": {"n": np.int32(1)}}),
+        "all of argument 1 is int32": lambda: mpjax.grad(LOSS, argnums=1)(PARAMS, 1),
         "is a dict": lambda: tx.update(GOOD, PARAMS, PARAMS),
         "v of grads is not in params": lambda: mpjax.apply_gradients(tx, {**GOOD, "v": GOOD["w"]}, state, PARAMS),
         r"static_loss_scale\(tx, 128.0\)": lambda: mpjax.static_loss_scale(128.0, optax.sgd(0.1)),
