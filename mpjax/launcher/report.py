@@ -197,7 +197,9 @@ def dry_run(program: Frame, jaxpr: Any) -> None:
     """Prints the audit of the first program that trains, then ends the process before that program runs."""
     if program.gradients:
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in compat.open_jaxpr(jaxpr).jaxpr.invars]
-        print(mpjax.audit(jax.extend.core.jaxpr_as_fun(jaxpr), *shapes), flush=True)
+        step: Any = jax.extend.core.jaxpr_as_fun(jaxpr)
+        step.__name__ = program.name
+        print(mpjax.audit(step, *shapes), flush=True)
         raise SystemExit(0)
 
 

@@ -76,6 +76,8 @@ def test_a_dry_run_prints_the_audit_under_the_rules_and_trains_nothing(script):
     assert "0.0% in half" in done.stdout
     assert "100.0% in half" not in done.stdout
     assert "loss" not in done.stdout.replace("loss scale", "")
+    assert ".py:" in done.stdout.splitlines()[0], "the step's name"
+    assert "does not know" not in done.stdout
 
 
 REFUSED = {
