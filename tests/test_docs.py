@@ -11,8 +11,10 @@ import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import jmp
 import pytest
 from flax import nnx
+from flax.training.dynamic_scale import DynamicScale
 
 import mpjax
 from docs import hooks
@@ -179,6 +181,10 @@ def test_each_row_of_the_table_of_checkpoints_trains_on():
             (dynamic, saved["dynamic"], policy) for policy in ("float32", "mixed_bfloat16", "mixed_float16")
         ],
         "a float32 run without loss scaling": [(dynamic, names["opt_state"], "mixed_float16")],
+        "Flax's `DynamicScale`, jmp's `DynamicLossScale`": [
+            (dynamic, dynamic.init(params)._replace(inner_state=saved["before"], loss_scale=scale), "mixed_float16")
+            for scale in (DynamicScale().scale, jmp.DynamicLossScale(jnp.float32(2**15)).loss_scale)
+        ],
         "`static_loss_scale`": [(dynamic, saved["static"], "mixed_float16"), (static, saved["dynamic"], "O1")],
         "float32 parameters": [(half, half.init(params), "O2")],
     }
