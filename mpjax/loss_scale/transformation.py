@@ -21,7 +21,7 @@ from mpjax.loss_scale.applying import apply_gradients, as_transformation, same_s
 from mpjax.loss_scale.cotangents import unscale_by, widened
 from mpjax.loss_scale.replicas import all_finite
 from mpjax.loss_scale.state import LossScaleState, contains_state
-from mpjax.policy import get_policy, is_half
+from mpjax.policy import get_policy, is_half, path_string
 from mpjax.program import compat
 from mpjax.program.source import UPDATE
 
@@ -304,6 +304,7 @@ def _loss_scaled(
         # `zeros_like` keeps the sharding and the varying axes, which are part of the shape's type.
         found = take_or_skip(take, lambda updates: jax.tree.map(jnp.zeros_like, updates), state, new)
         updates, inner_state = finish(*found, params, new.last_finite)
+        _check_shapes(updates, params)
         return updates, new._replace(inner_state=inner_state)
 
     def apply(
@@ -316,7 +317,7 @@ def _loss_scaled(
 
         grads = row_major(grads)
         new = decide((true(grads, state), also_check), state, extra_args)
-        params, inner_state = take_or_skip(take, lambda _: params, state, new)
+        params, inner_state = take_or_skip(take, lambda after: _check_shapes(after, params), state, new)
         return params, new._replace(inner_state=inner_state)
 
     if grads_are_scaled:
@@ -394,6 +395,18 @@ def _check_state(call: str, grads: Any, state: Any, params: Any) -> None:
             "pmap. Call the update inside of it, as tx.init was."
         )
     applying.check_arguments(call, grads, state, params)
+
+
+def _check_shapes(new: Any, params: Any) -> Any:
+    """The params. Raises if updates or new params have other shapes: moments of other params may broadcast."""
+    if same_structure(new, params):
+        for (path, x), p in zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(params), strict=True):
+            if jnp.shape(x) != jnp.shape(p):
+                raise ValueError(
+                    f"loss scaling: opt_state is of other params: the update of {path_string(path)!r} has shape "
+                    f"{jnp.shape(x)}, not {jnp.shape(p)}."
+                )
+    return params
 
 
 def _check(ok: bool, name: str, value: Any, rule: str) -> None:

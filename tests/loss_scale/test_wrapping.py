@@ -180,6 +180,14 @@ def test_arguments_in_another_order_raise_a_one_line_error():
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("rounding", [lambda tx: tx, lambda tx: mpjax.master_weights(tx, "O2")])
+@pytest.mark.parametrize("way", ["update", "apply"])
+def test_a_state_whose_shapes_broadcast_to_other_params_is_refused(way, rounding):
+    tx = scaled(rounding(optax.adam(0.1)))
+    with pytest.raises(ValueError, match=r"opt_state is of other params: the update of 'w' has shape \(3, 2\)"):
+        jax.eval_shape(lambda: updated(tx, way, GOOD, tx.init({"w": np.ones((3, 2), np.float32)}), PARAMS))
+
+
 def test_numpy_numbers_are_accepted():
     kinds = {"growth_interval": np.int64(5), "hysteresis": np.int32(2), "init_scale": np.float32(8.0)}
     assert float(mpjax.dynamic_loss_scale(optax.sgd(0.1), **kinds).init(PARAMS).loss_scale) == 8.0
