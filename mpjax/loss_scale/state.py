@@ -23,10 +23,11 @@ _CAUSES = {
     "the data hold inf or NaN, or an activation leaves float16's range (65504): keep that module in float32 by a "
     "policy override, or use mixed_bfloat16.",
     "gradients": "the gradients are inf or NaN although a scale of {scale:g} does not enlarge them, so it is not at "
-    "fault (unless value_and_grad got the state of another optimizer, whose scale stays). Training has diverged, or an "
-    "activation leaves float16's range (65504), or a derivative is infinite (sqrt or norm at 0, log of 0, 0/0). Run "
-    "the step in float32; if that fails too, look at the model and the data. (If the loop passes value=loss to update, "
-    "a non-finite loss is reported separately.)",
+    "fault (unless value_and_grad reads another state, whose scale stays: that of another optimizer, or one that a "
+    "jitted function closes over in place of an argument). Training has diverged, or an activation leaves float16's "
+    "range (65504), or a derivative is infinite (sqrt or norm at 0, log of 0, 0/0). Run the step in float32; if that "
+    "fails too, look at the model and the data. (If the loop passes value=loss to update, a non-finite loss is "
+    "reported separately.)",
     "scale": "the gradients overflow at this scale, which still enlarges them: the scale is too high, which does not "
     "mean that training has diverged. Lower init_scale (or the static scale), use dynamic_loss_scale, lower hysteresis "
     "or min_scale, or allow more with max_consecutive_skips.",

@@ -188,6 +188,16 @@ def test_a_state_whose_shapes_broadcast_to_other_params_is_refused(way, rounding
         jax.eval_shape(lambda: updated(tx, way, GOOD, tx.init({"w": np.ones((3, 2), np.float32)}), PARAMS))
 
 
+def test_progress_stops_where_a_compiled_gradient_keeps_the_first_scale():
+    tx = mpjax.dynamic_loss_scale(optax.sgd(0.1), init_scale=2.0**4)
+    state = tx.init(PARAMS)
+    gradient = jax.jit(mpjax.grad(lambda p: jnp.sum(p["w"].astype(jnp.float16)) * 2.0**14, state))
+    for _ in range(11):
+        _, state = mpjax.apply_gradients(tx, gradient(PARAMS), state, PARAMS)
+    with pytest.raises(mpjax.LossScaleError, match="another optimizer, or one that a jitted function closes over"):
+        mpjax.check_progress(state, max_consecutive_skips=10)
+
+
 def test_numpy_numbers_are_accepted():
     kinds = {"growth_interval": np.int64(5), "hysteresis": np.int32(2), "init_scale": np.float32(8.0)}
     assert float(mpjax.dynamic_loss_scale(optax.sgd(0.1), **kinds).init(PARAMS).loss_scale) == 8.0
