@@ -391,6 +391,20 @@ def test_a_loss_whose_logits_are_read_stays_as_it_is(loss):
     assert programs[0] == programs[1]
 
 
+def test_what_is_read_of_the_logits_may_be_returned():
+    """Autocast raised a KeyError: the results of the program were not those of the walk."""
+
+    def loss(params, x, y):
+        logits = logits_of(params, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), logits.argmax(-1)
+
+    args = arguments()
+    grads, best = jax.grad(autocast(loss, "fused"), has_aux=True)(*args)
+    expected, of_unfused = jax.grad(autocast(loss, "unfused"), has_aux=True)(*args)
+    assert (relative(grads, expected) < 0.02).all()
+    np.testing.assert_array_equal(best, of_unfused)
+
+
 def test_heads_that_label_each_other_end():
     """One of them is fused, and gives its argmax to the other, which stays as it is."""
 

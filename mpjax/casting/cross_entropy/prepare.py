@@ -37,15 +37,15 @@ def without_logits(original: Any, setting: Setting) -> tuple[Any, tuple[tuple[An
             continue
         try:
             with compat.on_mesh_of(matmul.outvars[0].aval):
-                jaxpr = jaxpr.replace(eqns=_written(jaxpr.eqns, found))
+                jaxpr = _written(jaxpr, found)
         except Exception as error:  # A program that this code did not foresee still runs as it is written.
             refused.append((matmul, f"its form was not understood: {reason(error)}"))
     changed = any(eqn.primitive is CROSS_ENTROPY for eqn in jaxpr.eqns)
     return (jaxpr if changed else original), tuple(refused)
 
 
-def _written(eqns: Sequence[Any], found: Found) -> list[Any]:
-    """The equations of a program with a loss from statistics in place of its logits."""
+def _written(jaxpr: Any, found: Found) -> Any:
+    """A program with a loss from statistics in place of its logits."""
     x, w = found.matmul.invars
     ((i,), (j,)), _ = found.matmul.params["dimension_numbers"]
     if found.swapped:
@@ -99,8 +99,9 @@ def _written(eqns: Sequence[Any], found: Found) -> list[Any]:
         made: list[Any] = []
         results[eqn.outvars[0]] = _spliced(value, [*outs, *given], made, eqn)
         new += made
-    rest = [eqn for eqn in eqns if id(eqn) not in found.inside]
-    return _in_order([eqn.replace(invars=_renamed(eqn.invars, results)) for eqn in (*rest, *new)])
+    rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in found.inside]
+    eqns = _in_order([eqn.replace(invars=_renamed(eqn.invars, results)) for eqn in (*rest, *new)])
+    return jaxpr.replace(eqns=eqns, outvars=_renamed(jaxpr.outvars, results))
 
 
 def _results(options: HeadOptions, operands: Sequence[Any]) -> list[Any]:
