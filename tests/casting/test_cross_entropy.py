@@ -405,6 +405,16 @@ def test_what_is_read_of_the_logits_may_be_returned():
     np.testing.assert_array_equal(best, of_unfused)
 
 
+@UNFUSED
+def test_a_matmul_without_a_softmax_stays_as_it_is():
+    """The value of an action, of which Q-learning has no logarithm, was computed like a loss, and again backward."""
+
+    def loss(params, x, y):
+        return jnp.mean((jnp.take_along_axis(logits_of(params, x), y[..., None], -1) - 1) ** 2)
+
+    assert not rows(loss, *arguments())
+
+
 def test_heads_that_label_each_other_end():
     """One of them is fused, and gives its argmax to the other, which stays as it is."""
 

@@ -138,7 +138,7 @@ class _Search:
         self.known[logits] = Logits()
         self.shape = logits.aval.shape[:-1]
         self._follow([logits])
-        if not any(eqn.primitive.name in ("reduce_sum", "gather") for eqn, _, _ in self.reads):
+        if not self.has_exponentials():
             raise Refused("nothing sums their exponentials")
         read = (self.bias, self.factor and self.factor[1], self.padding and self.padding.mask)
         given = [*(y for y, _ in self.labels), *read]
@@ -150,6 +150,9 @@ class _Search:
             self.matmul, self.swapped, self.size, tuple(self.steps), tuple(self.moves), self.bias, self.factor,
             self.padding, frozenset(map(id, self.inside)), tuple(self.reads), tuple(self.labels), self.shape,
         )  # fmt: skip
+
+    def has_exponentials(self) -> bool:
+        return any(isinstance(kind, Exponential) for kind in self.known.values())
 
     def _head(self) -> Any:
         """The logits after scales, bias, cap and moves of their rows: the last value with a single reader."""
@@ -398,8 +401,7 @@ def losses(flow: Dataflow) -> Iterator[tuple[Any, Found | str]]:
             try:
                 yield eqn, search.run()
             except Refused as why:
-                exponentials = any(isinstance(kind, Exponential) for kind in search.known.values())
-                if search.is_loss or exponentials or _is_normalised(flow, eqn.outvars[0]):
+                if search.is_loss or search.has_exponentials() or _is_normalised(flow, eqn.outvars[0]):
                     yield eqn, str(why)
         elif _multiplies_rows(eqn) and all(map(is_half, eqn.invars)) and _is_normalised(flow, eqn.outvars[0]):
             yield eqn, "the program casts its operands to half itself: autocast does so, if they are float32"
