@@ -1,7 +1,8 @@
 """What a loss reads of its logits, as a primitive that stores none of them.
 
     logits      = adjusted(x w)      rows × vocabulary: scaled, with a bias, capped
-    statistics  = logsumexp, largest, total (the sum), best (the index of the largest), the logits at given labels
+    statistics  = logsumexp, expected (the mean under the softmax), best (the index of the largest), largest,
+                  total (the sum), the logits at given labels
 
 A walk goes over blocks of the vocabulary: each block's logits are computed in half with float32 sums, read, and gone.
 The backward pass computes them again from the logsumexp. A block then holds all rows, so it writes its part of the
@@ -68,14 +69,23 @@ class Head:
 class Statistics(NamedTuple):
     """What is read of each row of logits, [rows] each, float32; `best` is int32, `at` has one for each array of labels.
 
-    Only `logsumexp`, `total` and `at` have a derivative. A label outside of the vocabulary is at 0.
+    All but `best` have a derivative. `expected` is the mean of the logits under their softmax, where what has no
+    probability counts nothing. The derivative of `largest` is that of the logit at `best`. A label outside of the
+    vocabulary is at 0.
     """
 
     logsumexp: Any
+    expected: Any
+    best: Any
     largest: Any
     total: Any
-    best: Any
     at: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, found: Sequence[Any]) -> Statistics:
+        """The statistics of a list."""
+        logsumexp, expected, best, largest, total, *at = found
+        return cls(logsumexp, expected, best, largest, total, tuple(at))
 
 
 def statistics(x: Any, w: Any, bias: Any, labels: Sequence[Any], head: Head, factors: Any = None) -> Statistics:
@@ -96,8 +106,7 @@ def statistics(x: Any, w: Any, bias: Any, labels: Sequence[Any], head: Head, fac
         (dtype('float32'), 2.0794)
     """
     given = (x, w, *(y for y in (bias, factors) if y is not None), *labels)
-    logsumexp, largest, total, best, *at = forward_p.bind(*same_axes(given), head=head)
-    return Statistics(logsumexp, largest, total, best, tuple(at))
+    return Statistics.of(forward_p.bind(*same_axes(given), head=head))
 
 
 # The walk.
@@ -193,37 +202,46 @@ def _of_rows(x: Any) -> Any:
     return x[:, None, None]
 
 
+def _weighted(exponentials: Any, logits: Any) -> Any:
+    """The products of exponentials and logits; 0 for masked logits, which are -inf."""
+    return exponentials * jnp.where(exponentials > 0, logits, 0)
+
+
 def _forward_program(*arrays: Any, head: Head) -> list[Any]:
     x, w, bias, factors, labels = _parts(arrays, head)
     walk = _Walk(x, w, bias, factors, head)
     rows = jnp.zeros(x.shape[:1], np.float32)
 
     def body(carry: Any, start: Any, fresh: Any) -> Any:
-        largest, summed, total, best, at = carry
+        largest, summed, weighted, total, best, at = carry
         logits, columns = walk.logits(*walk.block(start)), walk.columns(start)
         new = True if walk.apart else walk.new(start, fresh)
         counted = jnp.where(new, logits, -jnp.inf)
         here = jnp.max(counted, _OF_BLOCK)
         higher = jnp.maximum(largest, here)
         safe = jnp.where(jnp.isfinite(higher), higher, 0)
-        summed = summed * jnp.exp(largest - safe) + jnp.sum(jnp.exp(counted - _of_rows(safe)), _OF_BLOCK)
+        before, exponentials = jnp.exp(largest - safe), jnp.exp(counted - _of_rows(safe))
+        summed = summed * before + jnp.sum(exponentials, _OF_BLOCK)
+        weighted = weighted * before + jnp.sum(_weighted(exponentials, logits), _OF_BLOCK)
         place = jnp.min(jnp.where(counted == _of_rows(here), columns, walk.vocabulary), _OF_BLOCK)
         # As argmax, which takes the first NaN.
         best = jnp.where(here > largest, place, best)
         total = total + jnp.sum(jnp.where(new, logits, 0), _OF_BLOCK)
         hits = (new & (columns == _of_rows(y)) for y in labels)
         at = [a + jnp.sum(jnp.where(hit, logits, 0), _OF_BLOCK) for a, hit in zip(at, hits, strict=True)]
-        return higher, summed, total, best, at
+        return higher, summed, weighted, total, best, at
 
-    start = (rows - jnp.inf, rows, rows, jnp.zeros(x.shape[:1], np.int32), [rows for _ in labels])
-    largest, summed, total, best, at = walk.run(body, start)
-    return [largest + jnp.log(summed), largest, total, best, *at]
+    start = (rows - jnp.inf, rows, rows, rows, jnp.zeros(x.shape[:1], np.int32), [rows for _ in labels])
+    largest, summed, weighted, total, best, at = walk.run(body, start)
+    return [largest + jnp.log(summed), weighted / summed, best, largest, total, *at]
 
 
 def _backward_program(*arrays: Any, head: Head, wrt: tuple[str, ...]) -> list[Any]:
-    *given, logsumexp, of_logsumexp, of_total = arrays[: len(arrays) - head.labels]
+    *given, logsumexp, expected, best, of_logsumexp, of_expected, of_largest, of_total = arrays[
+        : len(arrays) - head.labels
+    ]
     x, w, bias, factors, labels = _parts(given, head)
-    of_at = arrays[len(arrays) - head.labels :]
+    places = [(best, of_largest), *zip(labels, arrays[len(arrays) - head.labels :], strict=True)]
     walk = _Walk(x, w, bias, factors, head)
 
     def body(carry: Any, start: Any, fresh: Any) -> Any:
@@ -232,8 +250,10 @@ def _backward_program(*arrays: Any, head: Head, wrt: tuple[str, ...]) -> list[An
         operands = walk.product(w), *(0.0 if y is None else y for y in (bias, factors))
         logits, pullback = jax.vjp(adjusted, *operands)
         columns = walk.columns(start)
-        ct = jnp.exp(logits - _of_rows(logsumexp)) * _of_rows(of_logsumexp) + _of_rows(of_total)
-        for y, c in zip(labels, of_at, strict=True):
+        p = jnp.exp(logits - _of_rows(logsumexp))
+        ct = p * _of_rows(of_logsumexp + of_expected * (1 - expected)) + _of_rows(of_total)
+        ct = ct + _weighted(p, logits) * _of_rows(of_expected)
+        for y, c in places:
             ct = ct + jnp.where(columns == _of_rows(y), _of_rows(c), 0)
         of_product, of_bias, of_factors = pullback(ct if walk.apart else jnp.where(walk.new(start, fresh), ct, 0))
         low = of_product.astype(x.dtype)
@@ -262,9 +282,10 @@ def formula(*arrays: Any, head: Head) -> list[Any]:
     x, w, bias, factors, labels = _parts(arrays, head)
     logits = _adjusted(_dot(x, w.astype(x.dtype), (1,), (0,)), bias, factors, head)
     columns = lax.broadcasted_iota(np.int32, logits.shape, 1)
-    at = [jnp.sum(jnp.where(columns == y[:, None], logits, 0), 1) for y in labels]
-    best, largest = jnp.argmax(logits, 1).astype(np.int32), lax.stop_gradient(jnp.max(logits, 1))
-    return [jax.nn.logsumexp(logits, 1), largest, jnp.sum(logits, 1), best, *at]
+    best = jnp.argmax(logits, 1).astype(np.int32)
+    largest, *at = (jnp.sum(jnp.where(columns == y[:, None], logits, 0), 1) for y in (best, *labels))
+    expected = jnp.sum(_weighted(jax.nn.softmax(logits), logits), 1)
+    return [jax.nn.logsumexp(logits, 1), expected, best, largest, jnp.sum(logits, 1), *at]
 
 
 def _parts(arrays: Sequence[Any], head: Head) -> tuple[Any, Any, Any, Any, Sequence[Any]]:
@@ -281,7 +302,7 @@ forward_p, tangent_p, backward_p = primitives("cross_entropy")
 def _row_types(x: Any, labels: int) -> list[Any]:
     def rows(x: Any) -> Any:
         row = x[:, 0].astype(np.float32)
-        return row, row, row, row.astype(np.int32), *[row] * labels
+        return row, row, row.astype(np.int32), row, row, *[row] * labels
 
     return [aval.update(weak_type=False) for aval in compat.trace(rows, x).out_avals]
 
@@ -326,7 +347,7 @@ _FAMILY = Family(
     backward_p,
     names=lambda head: head.names,
     formula=formula,
-    constant={1, 3},  # the largest, and where it is
-    kept=lambda outs, head: outs[:1],
+    constant={2},  # where the largest is
+    kept=lambda outs, head: outs[:3],
 )
 PROGRAMS = _FAMILY.define(_forward_program, _forward_avals, _backward_program, _batching)

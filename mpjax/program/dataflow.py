@@ -66,6 +66,10 @@ class Dataflow:
         """The equation that makes a value; None for inputs, constants and literals."""
         return None if isinstance(v, compat.Literal) else self.maker_of.get(v)
 
+    def place(self, eqn: Any) -> int:
+        """The place of an equation among all; -1 for one without results."""
+        return self._places[eqn.outvars[0]] if eqn.outvars else -1
+
     def source(self, v: Any, passes: Callable[[Any], bool]) -> Any:
         """The value before the equations that only pass it on: their first operand that is not a literal."""
         while (eqn := self.maker(v)) is not None and passes(eqn) and (operands := variables(eqn.invars)):

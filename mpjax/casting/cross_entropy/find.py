@@ -1,8 +1,8 @@
 """Finds losses whose logits are read by rows only, and writes them from statistics of the rows.
 
 The search starts at each matmul with a parameter. It follows the logits forward: scales, a bias and a cap, a shift that
-is the same for a whole row, exponentials, products with one-hot labels. Each reduction over the vocabulary then is a
-formula of few numbers of a row: its logsumexp, its largest, its sum, and the logits at its labels.
+is the same for a whole row, exponentials, products of logits, exponentials and one-hot labels. Each reduction over the
+vocabulary then is a formula of few numbers of a row: its statistics.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -27,8 +28,9 @@ from mpjax.casting.cross_entropy.labels import (
     weighted,
 )
 from mpjax.casting.setting import tracked
+from mpjax.kernels.cross_entropy import Statistics
 from mpjax.program import compat
-from mpjax.program.dataflow import Dataflow
+from mpjax.program.dataflow import Dataflow, variables
 from mpjax.program.dtypes import is_half
 from mpjax.program.graph import walk
 from mpjax.program.primitives import Op, primitive
@@ -38,6 +40,7 @@ from mpjax.program.source import source_line
 
 _NORMALISING = frozenset(("exp", "reduce_sum", "log"))
 _PADDING = -1e8  # float32 absorbs logits that are added to it
+_ONE = Labels((), 1.0)
 
 
 class Refused(Exception):
@@ -45,22 +48,27 @@ class Refused(Exception):
 
 
 class Logits(NamedTuple):
-    """An array of logits, with what was added to each row: pairs of a sign and a variable that is the same in a row."""
+    """An array of logits, with what was done to each row.
 
-    shift: tuple[tuple[float, Any], ...] = ()
+    Args:
+        shift: Pairs of how and a variable that is the same in a row: `add` and `sub` of it, `mul` and `div` of it and
+            the exponentials of the logits.
+    """
+
+    shift: tuple[tuple[str, Any], ...] = ()
 
 
-class Exponential(NamedTuple):
-    """The exponential of logits."""
-
-    logits: Logits
-
-
-class Picked(NamedTuple):
-    """The product of labels and logits."""
+class Product(NamedTuple):
+    """The product of labels, the exponentials of logits and logits, each if given."""
 
     labels: Labels
-    logits: Logits
+    exponentials: Logits | None = None
+    logits: Logits | None = None
+
+    @property
+    def is_exponential(self) -> bool:
+        """Whether it is the exponentials of logits, times what is the same in a row."""
+        return self.exponentials is not None and self.logits is None and not self.labels.factors
 
 
 class _Padding(NamedTuple):
@@ -123,7 +131,8 @@ class _Search:
         self.reads: list[tuple[Any, Callable[..., Any], tuple[Any, ...]]] = []
         self.labels: list[tuple[Any, bool]] = []
         self.known: dict[Any, Any] = {}
-        self.stopped: dict[Any, bool] = {}
+        self.stopped: set[Any] = set()  # what is made of logits, and has no derivative
+        self.sums: set[Any] = set()  # sums of exponentials
         self.is_loss = False  # Whether the largest of each row is read, as a softmax does.
 
     def run(self) -> Found:
@@ -135,9 +144,8 @@ class _Search:
         if not isinstance(self.size, int):
             raise Refused("its vocabulary has no size yet: it is symbolic")
         logits = self._head()
-        self.known[logits] = Logits()
         self.shape = logits.aval.shape[:-1]
-        self._follow([logits])
+        self._follow(logits)
         if not self.has_exponentials():
             raise Refused("nothing sums their exponentials")
         read = (self.bias, self.factor and self.factor[1], self.padding and self.padding.mask)
@@ -152,7 +160,7 @@ class _Search:
         )  # fmt: skip
 
     def has_exponentials(self) -> bool:
-        return any(isinstance(kind, Exponential) for kind in self.known.values())
+        return any(isinstance(kind, Product) and kind.exponentials is not None for kind in self.known.values())
 
     def _head(self) -> Any:
         """The logits after scales, bias, cap and moves of their rows: the last value with a single reader."""
@@ -233,77 +241,82 @@ class _Search:
             return None
         return _Padding(source, cases[0] is v, number, len(self.steps))
 
-    def _follow(self, waiting: list[Any]) -> None:
-        while waiting:
-            v = waiting.pop()
-            if v in self.flow.returned:
-                raise Refused("its logits are returned")
-            for eqn in self.flow.readers.get(v, ()):
-                found = self._reader(eqn)
-                if id(eqn) not in map(id, self.inside):
-                    self.inside.append(eqn)
-                if found is not None and eqn.outvars[0] not in self.known:
-                    self.known[eqn.outvars[0]] = found
-                    waiting.append(eqn.outvars[0])
+    def _follow(self, logits: Any) -> None:
+        waiting: dict[int, Any] = {}  # by place: an equation follows all that it reads
+        new = {logits: Logits()}
+        while True:
+            self.known.update(new)
+            for v in new:
+                if v in self.flow.returned:
+                    raise Refused("its logits are returned")
+                waiting |= {self.flow.place(eqn): eqn for eqn in self.flow.readers.get(v, ())}
+            if not waiting:
+                return
+            eqn = waiting.pop(min(waiting))
+            self._stop(eqn)
+            found = self._reader(eqn)
+            self.inside.append(eqn)
+            new = {} if found is None else {eqn.outvars[0]: found}
+
+    def _stop(self, eqn: Any) -> None:
+        """Notes whether what an equation makes of logits has no derivative.
+
+        Raises:
+            Refused: It takes logits with a derivative and logits without one.
+        """
+        stopped = {v in self.stopped for v in variables(eqn.invars) if v in self.known}
+        if len(stopped) > 1:
+            raise Refused(_read_by(eqn))
+        if True in stopped or eqn.primitive.name == "stop_gradient":
+            self.stopped.update(eqn.outvars)
 
     def _reader(self, eqn: Any) -> Any:
         """What an equation that reads logits makes of them; None if it is a reduction, which is noted."""
-        name = eqn.primitive.name
-        kinds = [self._kind(x) for x in eqn.invars]
+        name, ins = eqn.primitive.name, eqn.invars
+        kinds = [self._kind(x) for x in ins]
         match name, kinds:
             case "copy" | "convert_element_type", [kind] if tracked(eqn.outvars[0]):
                 return kind
+            case "stop_gradient", [Logits(())]:
+                return Logits()
             case "sub" | "add", [Logits(shift), None]:
-                return Logits((*shift, (1.0 if name == "add" else -1.0, self._row(eqn, eqn.invars[1]))))
+                return Logits((*shift, (name, self._row(eqn, ins[1]))))
             case "add", [None, Logits(shift)]:
-                return Logits((*shift, (1.0, self._row(eqn, eqn.invars[0]))))
+                return Logits((*shift, (name, self._row(eqn, ins[0]))))
             case "exp", [Logits() as logits]:
-                return Exponential(logits)
-            case "mul", [Logits() as logits, Labels() as labels] | [Labels() as labels, Logits() as logits]:
-                return Picked(labels, logits)
-            case "select_n", [Labels(((label, 1.0),), 0.0, ()), None, Logits() as logits] if (
-                number_of(self.flow, eqn.invars[1]) == 0
-            ):
-                return Picked(Labels(((label, 1.0),)), logits)
-            case "neg", [Picked(labels, logits)]:
-                return Picked(times(labels, -1.0), logits)
-            case "neg", [Logits() as logits]:
-                return Picked(Labels((), -1.0), logits)
-            case "mul", [Picked(), None] | [None, Picked()] | [Logits(), None] | [None, Logits()]:
-                kind = kinds[0] if kinds[0] is not None else kinds[1]
-                other = eqn.invars[1] if kinds[0] is not None else eqn.invars[0]
-                number = number_of(self.flow, other)
-                labels, logits = (kind.labels, kind.logits) if isinstance(kind, Picked) else (Labels((), 1.0), kind)
-                if number is not None:
-                    return Picked(times(labels, number), logits)
-                of_rows = weighted(labels, name, row_of(self.flow, other, self.shape))
-                if of_rows is not None and isinstance(kind, Picked):
-                    return Picked(of_rows, logits)
-            case "reduce_max", [Logits(shift)] if self._over_vocabulary(eqn):
+                return Product(_ONE, logits)
+            case "log", [Product(Labels((), 1.0, weights), Logits(shift), None)]:
+                return Logits((*shift, *weights))
+            case "neg", [kind]:
+                return _multiplied(kind, Labels((), -1.0))
+            case "mul" | "div", [kind, None]:
+                if (found := self._scaled(kind, name, ins[1])) is not None:
+                    return found
+            case "mul", [None, kind]:
+                if (found := self._scaled(kind, name, ins[0])) is not None:
+                    return found
+            case "mul", [left, right]:
+                if (found := _multiplied(left, right)) is not None:
+                    return found
+            case "select_n", [Labels(((_, 1.0),), 0.0, ()) as hit, None, kind] if number_of(self.flow, ins[1]) == 0:
+                if (found := _multiplied(hit, kind)) is not None:
+                    return found
+            case "dot_general", [left, right] if self._contracts_vocabulary(eqn):
+                if (found := _multiplied(left, right)) is not None and self._is_summed(found):
+                    return self._note(eqn, found)
+            case "reduce_sum", [kind] if self._is_over_vocabulary(eqn) and self._is_summed(_product(kind)):
+                return self._note(eqn, _product(kind))
+            case "reduce_max", [kind] if self._is_over_vocabulary(eqn) and self._rises(kind):
                 self.is_loss = True
-                if not self._is_stopped(eqn.outvars[0]):
-                    raise Refused(
-                        "its largest logit has a gradient: jax.lax.stop_gradient, if it only shifts the logits"
-                    )
-                return self._note(eqn, lambda found, *rows: found[1] + _total(shift, rows), shift)
-            case "dot_general", [Logits(shift), Labels() as labels] | [Labels() as labels, Logits(shift)] if (
-                self._contracts_vocabulary(eqn) and (self.padding is None or labels.rest == 0)
-            ):
-                return self._note_picked(eqn, labels, shift)
-            case "reduce_sum", [Exponential(Logits(shift))] if self._over_vocabulary(eqn):
-                return self._note(eqn, lambda found, *rows: jnp.exp(found[0] + _total(shift, rows)), shift)
-            case "reduce_sum", [Logits(shift)] if self._sums_vocabulary(eqn) and self.padding is None:
-                size = self.size
-                return self._note(eqn, lambda found, *rows: found[2] + size * _total(shift, rows), shift)
-            case "reduce_sum", [Picked(labels, Logits(shift))] if self._sums_vocabulary(eqn) and (
-                self.padding is None or labels.rest == 0
-            ):
-                return self._note_picked(eqn, labels, shift)
-            case "argmax", [Logits(shift)] if eqn.params["axes"] == (len(self.shape),):
+                return self._note(eqn, _product(kind), lambda found: found.largest)
+            case "argmax", [kind] if eqn.params["axes"] == (len(self.shape),) and self._rises(kind):
                 dtype = eqn.params["index_dtype"]
-                return self._note(eqn, lambda found, *rows: found[3].astype(dtype), ())
-            case "gather", [Logits(shift), None] if (label := gathered(self.flow, eqn, self.shape)) is not None:
-                return self._note_gather(eqn, label, shift)
+                self.reads.append((eqn, lambda found: found.best.astype(dtype), ()))
+                return None
+            case "gather", [Logits() | Product(Labels(())) as kind, None] if (
+                label := gathered(self.flow, eqn, self.shape)
+            ) is not None:
+                return self._note_gather(eqn, _product(kind), label)
         small = not any(self.size in v.aval.shape for v in eqn.outvars)
         if primitive(name).rule and (small or _NORMALISING.issubset(site.name for site in walk(Dataflow([eqn])))):
             self.is_loss = True
@@ -323,12 +336,30 @@ class _Search:
             raise Refused(_read_by(eqn))
         return source
 
-    def _over_vocabulary(self, eqn: Any) -> bool:
-        return bool(eqn.params["axes"] == (len(self.shape),))
-
-    def _sums_vocabulary(self, eqn: Any) -> bool:
-        """Whether a sum is over the vocabulary, and maybe over rows too."""
+    def _is_over_vocabulary(self, eqn: Any) -> bool:
+        """Whether a reduction is over the vocabulary, and maybe over rows too."""
         return bool(eqn.params["axes"][-1:] == (len(self.shape),))
+
+    def _is_summed(self, product: Product) -> bool:
+        """Whether a sum of a product over the vocabulary follows from statistics."""
+        return self.padding is None or product.labels.rest == 0 or product.exponentials is not None
+
+    def _rises(self, kind: Any) -> bool:
+        """Whether something is largest where the logits are: these, and their exponentials over sums of such."""
+        if isinstance(kind, Logits):
+            return True
+        sources = (self.flow.source(w, _only_moves) for how, w in kind.labels.weights if how == "div")
+        positive = len(kind.labels.weights) == sum(w in self.sums for w in sources)
+        return bool(kind.is_exponential and kind.labels.rest > 0 and positive)
+
+    def _scaled(self, kind: Any, how: str, by: Any) -> Product | None:
+        """Something of logits, multiplied or divided by a number or what is the same in a row."""
+        product, number = _product(kind), number_of(self.flow, by)
+        if number is not None:
+            return product._replace(labels=times(product.labels, number if how == "mul" else 1 / number))
+        by_row = None if isinstance(kind, Logits) else row_of(self.flow, by, self.shape)
+        labels = weighted(product.labels, how, by_row)
+        return None if labels is None else product._replace(labels=labels)
 
     def _contracts_vocabulary(self, eqn: Any) -> bool:
         """Whether a product of two arrays of logits' shape sums over the vocabulary alone."""
@@ -336,52 +367,64 @@ class _Search:
         contracted, batch = eqn.params["dimension_numbers"]
         return bool(contracted == ((len(rows),),) * 2 and batch == (rows, rows))
 
-    def _is_stopped(self, v: Any) -> bool:
-        """Whether a value has no derivative."""
-        if v not in self.stopped:
-            self.stopped[v] = v not in self.flow.returned and all(
-                eqn.primitive.name == "stop_gradient"
-                or all(not compat.is_inexact(out.aval) or self._is_stopped(out) for out in eqn.outvars)
-                for eqn in self.flow.readers.get(v, ())
-            )
-        return self.stopped[v]
-
     def _label(self, v: Any, clipped: bool = False) -> int:
         if (v, clipped) not in self.labels:
             self.labels.append((v, clipped))
         return self.labels.index((v, clipped))
 
-    def _note(self, eqn: Any, result: Callable[..., Any], shift: Sequence[tuple[float, Any]]) -> None:
-        self.reads.append((eqn, result, tuple(row for _, row in shift)))
+    def _note(
+        self, eqn: Any, product: Product, at: Callable[..., Any] | None = None, mode: Any = None, fill: Any = 0.0
+    ) -> None:
+        """Notes a reduction of a product.
 
-    def _note_picked(self, eqn: Any, labels: Labels, shift: Any) -> None:
-        at, size, rest = [(self._label(y), factor) for y, factor in labels.factors], self.size, labels.rest
-        begin, end = len(shift), len(shift) + len(at)
+        Args:
+            eqn: The reduction.
+            product: What it reduces.
+            at: The logit of a row at which the product is its result; None for a sum over the vocabulary.
+            mode: The mode of a gather, at labels outside of the vocabulary.
+            fill: What it gives there.
+        """
+        (factors, rest, weights), exponentials, logits = product
+        clipped = mode not in (None, lax.GatherScatterMode.FILL_OR_DROP)
+        labels, size = [(self._label(y, clipped), factor) for y, factor in factors], self.size
+        shifts = [[] if each is None else each.shift for each in (exponentials, logits)]
+        stopped = eqn.outvars[0] in self.stopped
+        if at is None and product.is_exponential and rest > 0 and not weights:
+            self.sums.add(eqn.outvars[0])
 
-        def result(found: Any, *rows: Any) -> Any:
-            total = _total(shift, rows[:begin])
-            out = rest * (found[2] + size * total) if rest else 0.0
-            for (i, factor), y in zip(at, rows[begin:end], strict=True):
-                inside = (y >= 0) & (y < size)
-                out = out + factor * (found[4 + i] + jnp.where(inside, total, 0))
-            for (how, _), weight in zip(labels.weights, rows[end:], strict=True):
+        def result(found: Statistics, *rows: Any) -> Any:
+            found = jax.tree.map(lax.stop_gradient, found) if stopped else found
+            given = iter(rows)
+            of_exponentials, of_logits = (_total(shift, given) for shift in shifts)
+
+            def value(logit: Any, exponent: Any) -> Any:
+                powers = 1.0 if exponentials is None else jnp.exp(exponent + of_exponentials)
+                return powers * (1.0 if logits is None else logit + of_logits)
+
+            if at is not None:
+                out = rest * value(at(found), at(found))
+            elif exponentials is None:
+                out = rest * (found.total + size * of_logits) if rest else np.float32(0)
+            else:
+                out = rest * value(found.expected, found.logsumexp) if rest else np.float32(0)
+            inside: Any = True
+            for i, factor in labels:
+                y = next(given)
+                inside = clipped | ((y >= 0) & (y < size))
+                logit = jnp.where(inside, found.at[i], found.logsumexp)  # whose exponential does not overflow
+                out = out + factor * jnp.where(inside, value(logit, logit), 0)
+            for (how, _), weight in zip(weights, given, strict=True):
                 out = out * weight if how == "mul" else out / weight
-            return out
+            return out if fill == 0 else jnp.where(inside, out, np.float32(fill))
 
-        of_rows = (*(row for _, row in shift), *(y for y, _ in labels.factors), *(w for _, w in labels.weights))
-        self.reads.append((eqn, result, of_rows))
+        row_values = [row for shift in shifts for _, row in shift]
+        self.reads.append((eqn, result, (*row_values, *(y for y, _ in factors), *(w for _, w in weights))))
 
-    def _note_gather(self, eqn: Any, label: Any, shift: Any) -> None:
-        size, mode, fill, count = self.size, eqn.params["mode"], eqn.params["fill_value"], len(shift)
-        i = self._label(label, mode != lax.GatherScatterMode.FILL_OR_DROP)
-
-        def result(found: Any, *rows: Any) -> Any:
-            out = found[4 + i] + _total(shift, rows[:count])
-            inside = (rows[count] >= 0) & (rows[count] < size)
-            clipped = mode != lax.GatherScatterMode.FILL_OR_DROP
-            return out if clipped else jnp.where(inside, out, np.float32(np.nan if fill is None else fill))
-
-        self.reads.append((eqn, result, (*(row for _, row in shift), label)))
+    def _note_gather(self, eqn: Any, product: Product, label: Any) -> None:
+        """Notes a gather of what a product is at a label."""
+        fill, labels = eqn.params["fill_value"], product.labels
+        at_label = product._replace(labels=labels._replace(factors=((label, labels.rest),), rest=0.0))
+        self._note(eqn, at_label, mode=eqn.params["mode"], fill=np.nan if fill is None else fill)
 
 
 def _read_by(eqn: Any) -> str:
@@ -389,8 +432,30 @@ def _read_by(eqn: Any) -> str:
     return f"its logits are read by {eqn.primitive.name}" + (f" ({where})" if where else "")
 
 
-def _total(shift: Sequence[tuple[float, Any]], rows: Sequence[Any]) -> Any:
-    return sum((sign * row for (sign, _), row in zip(shift, rows, strict=True)), start=np.float32(0))
+def _only_moves(eqn: Any) -> bool:
+    return eqn.primitive.name in ("broadcast_in_dim", "reshape")
+
+
+def _total(shift: Sequence[tuple[str, Any]], rows: Iterator[Any]) -> Any:
+    """The sum of what was added to rows, the values of which come first."""
+    of = {"add": lambda y: y, "sub": lambda y: -y, "mul": jnp.log, "div": lambda y: -jnp.log(y)}
+    return sum((of[how](next(rows)) for how, _ in shift), start=np.float32(0))
+
+
+def _product(kind: Any) -> Product:
+    """Logits or labels as a product."""
+    if isinstance(kind, Product):
+        return kind
+    return Product(kind) if isinstance(kind, Labels) else Product(_ONE, None, kind)
+
+
+def _multiplied(left: Any, right: Any) -> Product | None:
+    """The product of two; None if it has several labels, logits or exponentials."""
+    a, b = sorted((_product(left), _product(right)), key=lambda product: len(product.labels.factors))
+    if a.labels.factors or not all(None in pair for pair in zip(a[1:], b[1:], strict=True)):
+        return None
+    labels = times(b.labels, a.labels.rest)._replace(weights=(*a.labels.weights, *b.labels.weights))
+    return Product(labels, a.exponentials or b.exponentials, a.logits or b.logits)
 
 
 def losses(flow: Dataflow) -> Iterator[tuple[Any, Found | str]]:

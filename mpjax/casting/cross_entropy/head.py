@@ -54,11 +54,11 @@ class HeadOptions:
     @property
     def results(self) -> list[Any]:
         """The shapes and dtypes of the results."""
-        dtypes = (np.float32, np.float32, np.float32, np.int32, *[np.float32] * self.head.labels)
+        dtypes = (np.float32, np.float32, np.int32, np.float32, np.float32, *[np.float32] * self.head.labels)
         return [jax.ShapeDtypeStruct(self.rows, dtype) for dtype in dtypes]
 
     def __call__(self, x: Any, w: Any, *rest: Any) -> list[Any]:
-        """The logsumexp, the largest, the sum, its index, and the logits at each array of labels, of each row."""
+        """The statistics of each row."""
         if contexts.trial.value is not None:
             contexts.trial.value.logits.add(math.prod(self.rows) * self.vocabulary)
         x = jnp.moveaxis(x, self.contracted[0], -1)
@@ -69,4 +69,4 @@ class HeadOptions:
         bias = given["bias"].astype(np.float32) if "bias" in given else None
         factors = jnp.broadcast_to(given["factors"].astype(np.float32), x.shape[:1]) if "factors" in given else None
         found = statistics(x, w.astype(np.float32), bias, labels, self.head, factors)
-        return [y.reshape(self.rows) for y in (*found[:4], *found.at)]
+        return [y.reshape(self.rows) for y in (*found[:5], *found.at)]

@@ -17,13 +17,15 @@ from mpjax.casting.classify import classify
 from mpjax.casting.cross_entropy.find import Found, losses
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY, HeadOptions
 from mpjax.casting.setting import Setting
-from mpjax.kernels.cross_entropy import Head
+from mpjax.kernels.cross_entropy import Head, Statistics
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow, live_equations, variables
 from mpjax.program.primitives import Op
 from mpjax.program.source import reason
 
 # By name: moves of rows have parameters of their own.
+
+_REDUCTIONS: dict[str, Callable[..., Any]] = {"reduce_sum": jnp.sum, "reduce_max": jnp.max}
 
 
 def without_logits(original: Any, setting: Setting) -> tuple[Any, tuple[tuple[Any, str], ...]]:
@@ -86,22 +88,22 @@ def _written(jaxpr: Any, found: Found) -> Any:
             outs[n] = _spliced(at_labels, [outs[n], y, found.padding.mask], new, found.matmul)
     results = {}
     for eqn, result, given in found.reads:
-        shape, dtype = eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype
-        summed = eqn.params["axes"][:-1] if eqn.primitive.name == "reduce_sum" else ()  # over rows
-
-        def value(
-            *arrays: Any, result: Any = result, shape: Any = shape, dtype: Any = dtype, summed: Any = summed
-        ) -> Any:
-            stats, rows = arrays[: len(outs)], arrays[len(outs) :]
-            out = result(stats, *(row.reshape(found.shape) for row in rows)).astype(dtype)
-            return jnp.sum(out, summed).reshape(shape) if summed else out.reshape(shape)
-
+        value = functools.partial(_value, found.shape, len(outs), eqn, result)
         made: list[Any] = []
         results[eqn.outvars[0]] = _spliced(value, [*outs, *given], made, eqn)
         new += made
     rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in found.inside]
     eqns = _in_order([eqn.replace(invars=_renamed(eqn.invars, results)) for eqn in (*rest, *new)])
     return jaxpr.replace(eqns=eqns, outvars=_renamed(jaxpr.outvars, results))
+
+
+def _value(rows: Sequence[int], count: int, eqn: Any, result: Callable[..., Any], *arrays: Any) -> Any:
+    """The result of an equation that reads logits, from their statistics and the values of rows that it takes."""
+    out, aval = result(Statistics.of(arrays[:count]), *(y.reshape(rows) for y in arrays[count:])), eqn.outvars[0].aval
+    name, out = eqn.primitive.name, out.astype(aval.dtype)
+    if name in _REDUCTIONS and (rows := eqn.params["axes"][:-1]):
+        out = _REDUCTIONS[name](out, rows)
+    return out.reshape(aval.shape)
 
 
 def _results(options: HeadOptions, operands: Sequence[Any]) -> list[Any]:
