@@ -286,6 +286,25 @@ def stopped_metrics(params, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean() + metrics
 
 
+def both_ways(params, x, y):
+    """CLIP's two losses: columns are rows of another matmul."""
+    _, table, b = params
+    logits = x.reshape(-1, D) @ table[: B * T].T * jnp.exp(b[0])
+    losses = (optax.softmax_cross_entropy_with_integer_labels(z, jnp.arange(B * T)).mean() for z in (logits, logits.T))
+    return sum(losses)
+
+
+def of_parts(params, x, y):
+    logits = logits_of(params, x)
+    parts = (logits[:, -1], y[:, -1]), (logits[:, :3], y[:, :3])
+    return sum(optax.softmax_cross_entropy_with_integer_labels(*part).mean() for part in parts)
+
+
+def at_two_temperatures(params, x, y):
+    logits = logits_of(params, x)
+    return sum(optax.softmax_cross_entropy_with_integer_labels(z, y).mean() for z in (logits / 2, logits * 1.5))
+
+
 LOSSES = {
     f.__name__: f
     for f in (
@@ -296,7 +315,7 @@ LOSSES = {
         summed_at_once, contracted, named_and_divided_by_a_root, at_a_learned_temperature, biased_scaled_and_capped,
         weighted_in_the_labels, weighted_by_learned_weights, focal,
         with_an_entropy, with_an_entropy_of_logits, of_probabilities, margin, shifted_with_a_gradient,
-        stopped_metrics,
+        stopped_metrics, both_ways, of_parts, at_two_temperatures,
     )
 }  # fmt: skip
 
@@ -408,11 +427,10 @@ def of_labels_as_integers(params, x, y):
     return -jnp.sum(labels * jax.nn.log_softmax(logits_of(params, x)))
 
 
-def with_another_temperature(params, x, y):
-    """The logsumexp of scaled logits is that of another walk."""
+def scaled_and_squared(params, x, y):
+    """A matmul of its own for the scaled logits would not be one of a loss."""
     logits = logits_of(params, x)
-    both = (optax.softmax_cross_entropy_with_integer_labels(z, y).mean() for z in (logits, logits / 2))
-    return sum(both)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean() + jnp.mean((2 * logits) ** 2)
 
 
 def half_stopped(params, x, y):
@@ -427,7 +445,7 @@ REFUSED = {
     cast_by_the_program: "casts its operands to half itself",
     returned: "read by",
     squared: "read by",
-    with_another_temperature: "read by reduce_max",
+    scaled_and_squared: "read by integer_pow (test_cross_entropy.py:",
     half_stopped: "read by mul (test_cross_entropy.py:",
     at_its_own_argmax: "its labels follow from its own logits",
     of_the_row_before: "read by gather (test_cross_entropy.py:",

@@ -7,8 +7,10 @@ vocabulary then is a formula of few numbers of a row: its statistics.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +32,7 @@ from mpjax.casting.cross_entropy.labels import (
 from mpjax.casting.setting import tracked
 from mpjax.kernels.cross_entropy import Statistics
 from mpjax.program import compat
-from mpjax.program.dataflow import Dataflow, variables
+from mpjax.program.dataflow import Dataflow, live_equations, variables
 from mpjax.program.dtypes import is_half
 from mpjax.program.graph import walk
 from mpjax.program.primitives import Op, primitive
@@ -143,7 +145,7 @@ class _Search:
         """
         if not isinstance(self.size, int):
             raise Refused("its vocabulary has no size yet: it is symbolic")
-        logits = self._head()
+        logits = self.head()
         self.shape = logits.aval.shape[:-1]
         self._follow(logits)
         if not self.has_exponentials():
@@ -162,17 +164,22 @@ class _Search:
     def has_exponentials(self) -> bool:
         return any(isinstance(kind, Product) and kind.exponentials is not None for kind in self.known.values())
 
-    def _head(self) -> Any:
+    def head(self) -> Any:
         """The logits after scales, bias, cap and moves of their rows: the last value with a single reader."""
         v: Any = self.matmul.outvars[0]
         if self.swapped:
-            readers = self.flow.readers.get(v, ())
-            moved = next((eqn for eqn in readers if eqn.primitive.name == "transpose"), None)
-            if moved is None or len(readers) > 1 or moved.params["permutation"][-1] != 0:
+            *scales, v = _until_transposed(self.flow, v)
+            moved = self.flow.maker(v)
+            scaled = all(self._is_step(self.flow.maker(y), x) for x, y in itertools.pairwise(scales))
+            if (
+                not scaled
+                or moved is None
+                or moved.primitive.name != "transpose"
+                or moved.params["permutation"][-1] != 0
+            ):
                 raise Refused("its vocabulary is not the last dimension of the logits")
-            self.inside.append(moved)
+            self.inside += [*map(self.flow.maker, scales[1:]), moved]
             self.moves.append(moved)
-            (v,) = moved.outvars
         while len(readers := self.flow.readers.get(v, ())) == 1 and v not in self.flow.returned:
             eqn = next(iter(readers))
             if not self._is_step(eqn, v):
@@ -208,7 +215,7 @@ class _Search:
             self.padding = self._as_padding(eqn, v)
             self.steps += [] if self.padding is None or self.bias is not None else [("bias", 0.0)]
             return self.padding is not None
-        if name == "reshape" and eqn.outvars[0].aval.shape[-1:] == shape[-1:] and eqn.params["dimensions"] is None:
+        if name in ("reshape", "squeeze") and eqn.outvars[0].aval.shape[-1:] == shape[-1:] and not _reorders(eqn):
             self.moves.append(eqn)
             return True
         if name == "transpose" and eqn.params["permutation"][-1] == len(shape) - 1:
@@ -492,7 +499,66 @@ def _is_normalised(flow: Dataflow, v: Any) -> bool:
 def _weights_first(flow: Dataflow, matmul: Any) -> bool:
     """Whether the weights are the first operand of a matmul, and the vocabulary the first dimension of its result."""
     w, x = (v.aval.ndim for v in matmul.invars)
-    return w == 2 and (x > 2 or [eqn.primitive.name for eqn in flow.readers[matmul.outvars[0]]] == ["transpose"])
+    last = flow.maker(_until_transposed(flow, matmul.outvars[0])[-1])
+    return w == 2 and (x > 2 or last.primitive.name == "transpose")
+
+
+def _until_transposed(flow: Dataflow, v: Any) -> list[Any]:
+    """A product, with what it is after each scale, up to where it is transposed."""
+    values, name = [v], ""
+    while name != "transpose" and len(readers := flow.readers.get(values[-1], [])) == 1:
+        (reader,) = readers
+        name = reader.primitive.name
+        if name not in ("mul", "div", "transpose"):
+            break
+        values += reader.outvars
+    return values
+
+
+def _reorders(reshape: Any) -> bool:
+    return reshape.primitive.name == "reshape" and reshape.params["dimensions"] is not None
+
+
+def apart(jaxpr: Any) -> tuple[Any, frozenset[Any]]:
+    """A program with a matmul for each scale, layout or part of logits that is read, and the products of these."""
+    flow = Dataflow(live_equations(jaxpr), jaxpr.outvars)
+    copies: dict[int, tuple[list[Any], dict[Any, Any]]] = {}
+    products: set[Any] = set()
+    for matmul in (eqn for eqn in flow.eqns if _is_head(flow, eqn)):
+        search = _Search(flow, matmul)
+        with contextlib.suppress(Refused):
+            v = search.head()
+            readers = flow.readers.get(v, [])
+            differing = [eqn for eqn in readers if _differs(flow, eqn, v)]
+            if len(readers) == 1 or not differing or not _is_normalised(flow, v):
+                continue
+            products.add(matmul.outvars[0])
+            for reader in differing[len(differing) == len(readers) :]:
+                names = {out: compat.new_variable(out) for eqn in search.inside for out in eqn.outvars}
+                copies[id(reader)] = [renamed(eqn, names) for eqn in search.inside], {v: names[v]}
+                products.add(names[matmul.outvars[0]])
+    eqns = []
+    for eqn in jaxpr.eqns:
+        before, names = copies.get(id(eqn), ([], {}))
+        eqns += [*before, renamed(eqn, names)]
+    return jaxpr.replace(eqns=eqns), frozenset(products)
+
+
+def renamed(eqn: Any, names: Mapping[Any, Any]) -> Any:
+    """An equation of other variables."""
+    ins, outs = (
+        [v if isinstance(v, compat.Literal) else names.get(v, v) for v in vs] for vs in (eqn.invars, eqn.outvars)
+    )
+    return eqn.replace(invars=ins, outvars=outs)
+
+
+def _differs(flow: Dataflow, reader: Any, logits: Any) -> bool:
+    """Whether a reader takes other rows than those of logits, or scales them."""
+    scale = reader.primitive.name in ("mul", "div")
+    others = [x for x in reader.invars if x is not logits]
+    return reader.primitive.name in ("transpose", "slice") or (
+        scale and all(number_of(flow, x) is not None or scalar_of(flow, x) is not None for x in others)
+    )
 
 
 def _is_head(flow: Dataflow, eqn: Any) -> bool:

@@ -14,7 +14,7 @@ from jax import lax
 
 from mpjax.casting.attention.prepare import inlined
 from mpjax.casting.classify import classify
-from mpjax.casting.cross_entropy.find import Found, losses
+from mpjax.casting.cross_entropy.find import Found, apart, losses
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY, HeadOptions
 from mpjax.casting.setting import Setting
 from mpjax.kernels.cross_entropy import Head, Statistics
@@ -30,7 +30,17 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {"reduce_sum": jnp.sum, "reduce_max
 
 def without_logits(original: Any, setting: Setting) -> tuple[Any, tuple[tuple[Any, str], ...]]:
     """An open jaxpr without the logits of its losses, and the losses that stay, each with the reason."""
-    jaxpr, _ = inlined(original, lambda eqn: True)
+    whole, _ = inlined(original, lambda eqn: True)
+    split, products = apart(whole)
+    jaxpr, refused = _fused(split, setting)
+    if not products.isdisjoint(v for eqn in live_equations(jaxpr) for v in eqn.outvars):
+        jaxpr, refused = _fused(whole, setting)
+    changed = any(eqn.primitive is CROSS_ENTROPY for eqn in jaxpr.eqns)
+    return (jaxpr if changed else original), tuple(refused)
+
+
+def _fused(jaxpr: Any, setting: Setting) -> tuple[Any, list[tuple[Any, str]]]:
+    """A program with each loss that can be from statistics, and those that stay, each with the reason."""
     refused = []
     for matmul, found in list(losses(Dataflow(live_equations(jaxpr), jaxpr.outvars))):
         listing = classify(matmul, setting)
@@ -42,8 +52,7 @@ def without_logits(original: Any, setting: Setting) -> tuple[Any, tuple[tuple[An
                 jaxpr = _written(jaxpr, found)
         except Exception as error:  # A program that this code did not foresee still runs as it is written.
             refused.append((matmul, f"its form was not understood: {reason(error)}"))
-    changed = any(eqn.primitive is CROSS_ENTROPY for eqn in jaxpr.eqns)
-    return (jaxpr if changed else original), tuple(refused)
+    return jaxpr, refused
 
 
 def _written(jaxpr: Any, found: Found) -> Any:
@@ -151,7 +160,7 @@ def _moved(x: Any, move: Any) -> Any:
     if move.primitive.name == "transpose":
         *rows, last = params["permutation"]
         return lax.transpose(x, [*(d - (last == 0) for d in rows), x.ndim - 1])
-    if move.primitive.name == "reshape":
+    if move.primitive.name in ("reshape", "squeeze"):
         return x.reshape(*shape[:-1], x.shape[-1])
     strides = params["strides"] and (*params["strides"][:-1], 1)
     return lax.slice(x, params["start_indices"], (*params["limit_indices"][:-1], x.shape[-1]), strides)
