@@ -85,6 +85,18 @@ class _Padding(NamedTuple):
     begin: int
 
 
+class Factor(NamedTuple):
+    """What logits are multiplied or divided by: how, and a variable with one number, or one for each row.
+
+    `rows` is the shape of the rows, after the moves before `begin`.
+    """
+
+    how: str
+    value: Any
+    rows: tuple[int, ...]
+    begin: int
+
+
 class Found(NamedTuple):
     """A loss's head.
 
@@ -92,10 +104,11 @@ class Found(NamedTuple):
         matmul: Its equation.
         swapped: Whether its first operand has the vocabulary.
         vocabulary: The size of it.
+        columns: Which of the weights these are; None for all.
         steps: What is done to the product, as in `Head`.
         moves: The moves of rows between the product and the loss.
         bias: The bias before it was broadcast; None without one.
-        factor: The variable that all logits are multiplied by, or divided by, and which; None without one.
+        factor: What logits are multiplied or divided by, as `Factor`; None without any.
         padding: Which of the vocabulary are padding, as `_Padding`; None without any.
         inside: The equations that the statistics replace.
         reads: The reductions, each with a function from statistics and row values to its result, and its row values.
@@ -106,10 +119,11 @@ class Found(NamedTuple):
     matmul: Any
     swapped: bool
     vocabulary: int
+    columns: slice | None
     steps: tuple[tuple[str, float], ...]
     moves: tuple[Any, ...]
     bias: Any
-    factor: tuple[str, Any] | None
+    factor: Factor | None
     padding: _Padding | None
     inside: frozenset[int]
     reads: tuple[tuple[Any, Callable[..., Any], tuple[Any, ...]], ...]
@@ -127,7 +141,8 @@ class _Search:
         self.steps: list[tuple[str, float]] = []
         self.moves: list[Any] = []
         self.bias: Any = None
-        self.factor: tuple[str, Any] | None = None
+        self.factor: Factor | None = None
+        self.columns: slice | None = None
         self.padding: _Padding | None = None
         self.inside: list[Any] = [matmul]
         self.reads: list[tuple[Any, Callable[..., Any], tuple[Any, ...]]] = []
@@ -150,15 +165,16 @@ class _Search:
         self._follow(logits)
         if not self.has_exponentials():
             raise Refused("nothing sums their exponentials")
-        read = (self.bias, self.factor and self.factor[1], self.padding and self.padding.mask)
+        read = (self.bias, self.factor and self.factor.value, self.padding and self.padding.mask)
         given = [*(y for y, _ in self.labels), *read]
         if self.flow.depends([v for v in given if v is not None], self.matmul.outvars[0]):
             raise Refused("its labels follow from its own logits")
         if any(compat.is_explicit(v.aval) for v in self.matmul.invars):
             raise Refused("its arrays are on a mesh with explicit axes: jax.sharding.auto_axes around the loss")
         return Found(
-            self.matmul, self.swapped, self.size, tuple(self.steps), tuple(self.moves), self.bias, self.factor,
-            self.padding, frozenset(map(id, self.inside)), tuple(self.reads), tuple(self.labels), self.shape,
+            self.matmul, self.swapped, self.size, self.columns, tuple(self.steps), tuple(self.moves), self.bias,
+            self.factor, self.padding, frozenset(map(id, self.inside)), tuple(self.reads), tuple(self.labels),
+            self.shape,
         )  # fmt: skip
 
     def has_exponentials(self) -> bool:
@@ -194,10 +210,12 @@ class _Search:
         if name in ("mul", "div") and other is not None and not (name == "div" and eqn.invars[0] is not v):
             factor = number_of(self.flow, other)
             if factor is None and self.factor is None and self.padding is None:
-                scalar = scalar_of(self.flow, other)
-                self.factor = None if scalar is None else (name, scalar)
-                self.steps += [] if scalar is None else [("factors", 0.0)]
-                return scalar is not None
+                given = scalar_of(self.flow, other)
+                if given is None and not (self.swapped and not self.moves):
+                    given = row_of(self.flow, other, shape[:-1])
+                self.factor = None if given is None else Factor(name, given, shape[:-1], len(self.moves))
+                self.steps += [] if given is None else [("factors", 0.0)]
+                return given is not None
             if factor is None or not math.isfinite(factor) or factor == 0:
                 return False
             self.steps.append(("scale", factor if name == "mul" else 1 / factor))
@@ -221,7 +239,10 @@ class _Search:
         if name == "transpose" and eqn.params["permutation"][-1] == len(shape) - 1:
             self.moves.append(eqn)
             return True
-        if name == "slice" and eqn.outvars[0].aval.shape[-1] == shape[-1]:
+        if name == "slice" and (self.columns is None or eqn.outvars[0].aval.shape[-1] == shape[-1]):
+            if (size := eqn.outvars[0].aval.shape[-1]) != shape[-1]:
+                starts, ends, strides = (eqn.params[of] for of in ("start_indices", "limit_indices", "strides"))
+                self.columns, self.size = slice(starts[-1], ends[-1], strides and strides[-1]), size
             self.moves.append(eqn)
             return True
         return False

@@ -69,6 +69,8 @@ def _written(jaxpr: Any, found: Found) -> Any:
             x = _moved(x, move)
         return x
 
+    if found.columns is not None:
+        w = _spliced(functools.partial(_columns, found, axis=1 - j), [w], new, found.matmul)
     plain = i == x.aval.ndim - 1 and not found.moves
     x = x if plain else _spliced(rows, [x], new, found.matmul)
     added = [v for v in (found.bias, found.padding and found.padding.mask) if v is not None]
@@ -76,8 +78,7 @@ def _written(jaxpr: Any, found: Found) -> Any:
     vocabulary = found.vocabulary
     factor = []
     if found.factor is not None:
-        how, scalar = found.factor
-        factor = [_spliced(functools.partial(_factor, how), [scalar], new, found.matmul)]
+        factor = [_spliced(functools.partial(_factor, found), [found.factor.value], new, found.matmul)]
 
     def label(y: Any, clipped: bool) -> Any:
         y = y.reshape(found.shape).astype(np.int32)
@@ -92,7 +93,7 @@ def _written(jaxpr: Any, found: Found) -> Any:
     params = {"options": options}
     new.append(found.matmul.replace(primitive=CROSS_ENTROPY, invars=operands, outvars=[*outs], params=params))
     if found.padding is not None:
-        at_labels = functools.partial(_at_padding, found.padding, _of_padding(found))
+        at_labels = functools.partial(_at_padding, found)
         for n, y in enumerate(labels, len(outs) - len(labels)):
             outs[n] = _spliced(at_labels, [outs[n], y, found.padding.mask], new, found.matmul)
     results = {}
@@ -127,15 +128,31 @@ def _results(options: HeadOptions, operands: Sequence[Any]) -> list[Any]:
 
 def _bias(found: Found, *added: Any) -> Any:
     """What is added to the logits of each row: the bias, and what makes logits of padding negligible."""
-    total = 0.0 if found.bias is None else jnp.ravel(added[0])
+    of_columns = [_columns(found, jnp.ravel(y)) for y in added]
+    total = 0.0 if found.bias is None else of_columns[0]
     if found.padding is None:
         return total
-    return jnp.where(jnp.ravel(added[-1]) == found.padding.where, np.float32(found.padding.number), total)
+    return jnp.where(of_columns[-1] == found.padding.where, np.float32(found.padding.number), total)
 
 
-def _factor(how: str, scalar: Any) -> Any:
-    """What logits are multiplied by, given what they are multiplied or divided by."""
-    return 1 / scalar.reshape(()) if how == "div" else scalar.reshape(())
+def _columns(found: Found, y: Any, axis: int = 0) -> Any:
+    """An array over the vocabulary without what is sliced off."""
+    if found.columns is None or y.shape[axis] == found.vocabulary:
+        return y
+    return y[(slice(None),) * axis + (found.columns,)]
+
+
+def _factor(found: Found, y: Any) -> Any:
+    """What logits are multiplied by, one number or one for each row, given what they are multiplied or divided by."""
+    assert found.factor is not None
+    how, value, rows, begin = found.factor
+    y = 1 / y if how == "div" else y
+    if compat.numel(value.aval) == 1:
+        return y.reshape(())
+    y = y.reshape(*rows, 1)
+    for move in found.moves[begin:]:
+        y = _moved(y, move)
+    return y.reshape(-1)
 
 
 def _of_padding(found: Found) -> float:
@@ -147,11 +164,12 @@ def _of_padding(found: Found) -> float:
     return number
 
 
-def _at_padding(padding: Any, number: float, logit: Any, label: Any, mask: Any) -> Any:
+def _at_padding(found: Found, logit: Any, label: Any, mask: Any) -> Any:
     """The logit at a label: that of padding is a number, without a derivative."""
-    mask = jnp.ravel(mask)
+    assert found.padding is not None
+    mask = _columns(found, jnp.ravel(mask))
     inside = (label >= 0) & (label < mask.size)
-    return jnp.where(inside & (mask[label] == padding.where), np.float32(number), logit)
+    return jnp.where(inside & (mask[label] == found.padding.where), np.float32(_of_padding(found)), logit)
 
 
 def _moved(x: Any, move: Any) -> Any:
@@ -163,7 +181,7 @@ def _moved(x: Any, move: Any) -> Any:
     if move.primitive.name in ("reshape", "squeeze"):
         return x.reshape(*shape[:-1], x.shape[-1])
     strides = params["strides"] and (*params["strides"][:-1], 1)
-    return lax.slice(x, params["start_indices"], (*params["limit_indices"][:-1], x.shape[-1]), strides)
+    return lax.slice(x, (*params["start_indices"][:-1], 0), (*params["limit_indices"][:-1], x.shape[-1]), strides)
 
 
 def _spliced(fun: Callable[..., Any], operands: Sequence[Any], eqns: list[Any], like: Any) -> Any:
