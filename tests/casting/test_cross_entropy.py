@@ -315,6 +315,12 @@ def both_ways(params, x, y):
     return sum(losses)
 
 
+def at_the_diagonal(params, x, y):
+    """InfoNCE. JAX writes `jnp.diag` as a switch by platform."""
+    logits = x.reshape(-1, D) @ params[1][: B * T].T / 0.3
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(logits)))
+
+
 def of_parts(params, x, y):
     logits = logits_of(params, x)
     parts = (logits[:, -1], y[:, -1]), (logits[:, :3], y[:, :3])
@@ -337,7 +343,7 @@ LOSSES = {
         weighted_in_the_labels, weighted_by_learned_weights, focal,
         with_an_entropy, with_an_entropy_of_logits, of_probabilities, margin, shifted_with_a_gradient,
         stopped_metrics, both_ways, of_parts, at_two_temperatures, at_a_temperature_of_each_row,
-        without_columns, padded_and_without_columns,
+        without_columns, padded_and_without_columns, at_the_diagonal,
     )
 }  # fmt: skip
 

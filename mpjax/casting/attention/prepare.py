@@ -239,9 +239,9 @@ def inlined(jaxpr: Any, chosen: Callable[[Any], bool], inside: bool = False) -> 
             return v if isinstance(v, compat.Literal) else names.get(v, v)
 
         ins = [read(v) for v in eqn.invars]
-        if eqn.primitive.name in _CALLS and chosen(eqn) and is_plain(eqn):
-            inner = compat.open_jaxpr(compat.call_jaxpr(eqn.params)).jaxpr
-            within = dict(zip(inner.invars, ins, strict=True))
+        if (opened := _body(eqn)) is not None and chosen(eqn) and _is_plain(eqn, opened):
+            inner = opened.jaxpr
+            within = dict(zip(inner.invars, ins[len(ins) - len(inner.invars) :], strict=True))
             outer = eqn if around is None else compat.in_scopes_of(eqn, around)
             for each in inner.eqns:
                 add(each, within, outer, origin or eqn, (lambda eqn: True) if inside else chosen)
@@ -264,10 +264,17 @@ def inlined(jaxpr: Any, chosen: Callable[[Any], bool], inside: bool = False) -> 
     return (jaxpr.replace(eqns=eqns, outvars=outs) if eqns != list(jaxpr.eqns) else jaxpr), origins
 
 
-def is_plain(eqn: Any) -> bool:
+def _body(eqn: Any) -> Any:
+    """The open jaxpr that an equation runs: of a call, or of a switch in which Pallas alone differs (`jnp.diag`)."""
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is not None and {name for names in platforms for name in names or ()} == {"mosaic"}:
+        return compat.open_jaxpr(eqn.params["branches"][platforms.index(None)])
+    return compat.open_jaxpr(compat.call_jaxpr(eqn.params)) if eqn.primitive.name in _CALLS else None
+
+
+def _is_plain(eqn: Any, opened: Any) -> bool:
     """Whether a call may be inlined: no shardings, no donation, no constants, no rules that close over values."""
     params = eqn.params
-    opened = compat.open_jaxpr(compat.call_jaxpr(params))
     if opened.jaxpr.constvars or eqn.effects or any(params.get("donated_invars", ())):
         return False
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
