@@ -20,7 +20,7 @@ from mpjax.program import compat
 from mpjax.program.dtypes import is_float, is_half
 from mpjax.program.graph import Site, sub_jaxprs
 from mpjax.program.inlining import CONSTANT, INPUT, Flow, Node, Value
-from mpjax.program.primitives import Op, drops_axes, primitive
+from mpjax.program.primitives import MATMULS, Op, drops_axes, primitive
 from mpjax.program.source import BACKWARD
 from mpjax.program.tracing import TracedCall
 
@@ -250,11 +250,23 @@ def _updates(flow: Flow, known: Callable[[Value], Facts]) -> Iterator[RiskySite]
         if not is_half(value) or node is None or not primitive(node.site.name).adds or len(node.reads) != 2:
             continue
         pairs = node.reads, node.reads[::-1]
-        steps = [facts.largest for old, new in pairs if is_kept(old, before) for facts, _ in _factors(flow, new, known)]
+        added = [(old, new) for old, new in pairs if is_kept(old, before) and (before or not _is_layer(flow, old, new))]
+        steps = [facts.largest for _, new in added for facts, _ in _factors(flow, new, known)]
         if steps and min(steps) <= _SMALL_FACTOR:
             dtype = value.aval.dtype
             why = f"a multiple of {min(steps):.2g} is added to a {dtype.name} value, which has {_digits(dtype)} bits"
             yield "update", node.site, dtype.name, why
+
+
+def _is_layer(flow: Flow, old: Value, new: Value) -> bool:
+    """Whether a term is a branch of a residual stream: a matmul of the other term, outside of a backward pass."""
+
+    def forward(node: Node) -> Iterable[Value]:
+        return () if node.site.phase == BACKWARD else node.reads
+
+    matmuls = [node for node in flow.made_by([new], forward) if node.site.name in MATMULS]
+    starts = [*_sources(flow, old)]
+    return any(node.site.phase != BACKWARD and flow.depends(node.reads, v) for node in matmuls for v in starts)
 
 
 def _carries(flow: Flow) -> Iterator[tuple[Node, Value, Value]]:

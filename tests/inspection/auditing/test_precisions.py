@@ -81,6 +81,19 @@ def test_updates_that_half_rounds_away_are_risks():
     assert kinds(lambda x, y: x + y, w, w) == []  # a residual connection
 
 
+def test_a_scaled_branch_of_a_residual_stream_is_no_update():
+    half = jnp.bfloat16
+    w, x = jax.ShapeDtypeStruct((8, 8), half), jax.ShapeDtypeStruct((4, 8), half)
+    kinds = lambda fun, *args: [risk.kind for risk in mpjax.audit(fun, *args).risks]
+    layer = lambda w, x: x + half(0.01) * jax.nn.tanh(x @ w)
+    assert kinds(layer, w, x) == kinds(jax.vmap(layer, (None, 0)), w, x) == []
+
+    def step(w, x):
+        return w - half(0.01) * jax.grad(lambda w: jnp.mean((x @ w).astype(jnp.float32) ** 2))(w)
+
+    assert kinds(step, w, x) == ["update"]
+
+
 @pytest.mark.standard_promotion  # optax's
 @pytest.mark.filterwarnings("ignore:loss scaling:UserWarning")
 @pytest.mark.parametrize(
