@@ -14,7 +14,7 @@ import numpy as np
 
 from mpjax.inspection.auditing.amplified import SUMS, Amplified, Facts, amplified, exact_up_to, terms_of
 from mpjax.inspection.auditing.constants import Lost, lost_constants, rounded, rounded_text
-from mpjax.inspection.auditing.scaled_gradients import repeats, scaling_risks, unchecked
+from mpjax.inspection.auditing.scaled_gradients import repeats, scaling_risks
 from mpjax.inspection.reports import by_key
 from mpjax.program import compat
 from mpjax.program.dtypes import is_float, is_half
@@ -39,7 +39,7 @@ class Risk:
         kind: `"unscaled"`: a float16 backward pass without loss scaling, or a loss scale that no gradient uses;
             `"clipped"`: gradients are compared with a bound before they are divided by the loss scale;
             `"divided"`: gradients are divided by the loss scale a second time;
-            `"unchecked"`: inf or NaN of float16 gradients is replaced before the loss scale looks for it;
+            `"unchecked"`: inf or NaN of float16 gradients is replaced, and no check for finite values sees it;
             `"exp"`, `"log"`, `"pow"`, `"sum"`, `"softmax"`, `"loss"`: computed in half;
             `"wraps"`: a sum or matmul of integers of 8 or 16 bits whose result has as few;
             `"overflow"`: a finite constant (an additive mask) becomes infinite in half;
@@ -77,7 +77,6 @@ def risks_of(flow: Flow, original: Callable[[], TracedCall]) -> tuple[Risk, ...]
     of_amplified, known = amplified(flow)
     found: list[RiskySite] = []
     if any(v.aval.dtype == np.float16 for node in nodes for v in node.writes if is_float(v)):
-        found += [("unchecked", site, "float16", MEANINGS["unchecked"]) for site in unchecked(flow)]
         found += [(kind, site, "float16", MEANINGS[kind]) for kind, site in scaling_risks(flow)]
     roundings = [*_amplified(of_amplified)]
     found += [*roundings, *_operations(flow, {_place(site) for _, site, _, _ in roundings}), *_loss(flow)]

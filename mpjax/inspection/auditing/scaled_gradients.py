@@ -21,7 +21,7 @@ _LARGEST = 0.25  # of the loss scale: a greater constant may be a bound that was
 
 def scaling_risks(flow: Flow) -> Iterator[tuple[str, Site]]:
     """The kinds and the places of risks: gradients that are unscaled, or clipped before they are divided, or divided
-    twice.
+    twice, or whose inf and NaN are hidden.
     """
     factors, first = list[_Scaled](), set[Value]()
     for node in _starts(flow):
@@ -37,6 +37,7 @@ def scaling_risks(flow: Flow) -> Iterator[tuple[str, Site]]:
     # Autocast marks its results. In a program by hand, the first matmul stands for all, or the first operation; a loss
     # that is scaled may have a gradient inside that is not.
     yield from (("unscaled", each.site) for each in marks or (matmuls or halves)[: not scaled])
+    yield from (("unchecked", site) for site in _unchecked(flow, any(factor.may_be_scale for factor in factors)))
     for factor in factors:
         yield from (("clipped", site) for site in factor.clips())
         yield from (("divided", site) for site in factor.divided_again())
@@ -150,13 +151,20 @@ def _is_one(flow: Flow, value: Value) -> bool:
     return source.kind == CONSTANT and not value.aval.shape and bool(np.all(np.asarray(source.constant) == 1))
 
 
-def unchecked(flow: Flow) -> Iterator[Site]:
-    """The operations by which gradients pass whose inf or NaN they replace by constants, before an `is_finite`."""
-    checks = [node for node in flow.eqns if node.site.name == "is_finite"]
-    candidates = [node for node in flow.eqns if _replaces(flow, node)] if checks else []
+def _unchecked(flow: Flow, is_scaled: bool) -> Iterator[Site]:
+    """The operations by which gradients pass whose inf or NaN they replace by constants, before an `is_finite`.
+
+    Without any check, those that test for inf or NaN themselves, if the loss is scaled.
+    """
+    ends = (v for node in flow.eqns if (row := primitive(node.site.name)).logic and row.kernel for v in node.reads)
+    reduced = {id(node) for node in flow.made_by(ends, _booleans)}
+    tests = (node for node in flow.eqns if node.site.name == "is_finite")
+    checks = [node for node in tests if id(node) in reduced or not node.writes[0].aval.shape]
+    candidates = [node for node in flow.eqns if _replaces(flow, node)] if checks or is_scaled else []
     if candidates:
         checked = {id(node) for node in flow.before([check.reads[0] for check in checks])}
-        yield from (node.site for node in candidates if id(node) in checked)
+        is_hidden = lambda node: id(node) in checked if checks else node.site.name == "select_n"  # noqa: E731
+        yield from (node.site for node in filter(is_hidden, candidates))
 
 
 def _replaces(flow: Flow, node: Node) -> bool:
@@ -204,6 +212,10 @@ def _is_gradient(flow: Flow, value: Value) -> bool:
     return any(node.site.phase == BACKWARD for node in flow.made_by([value], through))
 
 
+def _booleans(node: Node) -> Iterable[Value]:
+    return (read for read in node.reads if read.aval.dtype == np.bool_)
+
+
 def _tests_gradients(flow: Flow, mask: Value) -> bool:
     """Whether a mask follows from which elements of gradients are NaN, infinite, or finite."""
 
@@ -214,8 +226,6 @@ def _tests_gradients(flow: Flow, mask: Value) -> bool:
         with_nonfinite = compares and any(not np.isfinite(np.asarray(c, np.float32)).all() for c in constants)
         return node.site.name == "is_finite" or with_itself or with_nonfinite
 
-    def through(node: Node) -> Iterable[Value]:
-        return () if is_test(node) else (read for read in node.reads if read.aval.dtype == np.bool_)
-
+    through = lambda node: () if is_test(node) else _booleans(node)  # noqa: E731
     tested = (read for node in flow.made_by([mask], through) if is_test(node) for read in node.reads)
     return any(_is_gradient(flow, flow.source(read, lambda node: node.site.name == "abs")) for read in tested)

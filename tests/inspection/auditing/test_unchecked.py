@@ -57,6 +57,24 @@ def test_another_check_than_the_loss_scales_is_meant_as_well():
     assert not risks(lambda grads: grads, tx)
 
 
+@pytest.mark.parametrize("form", HIDING)
+def test_nothing_that_looks_for_an_overflow_is_a_risk_if_the_loss_is_scaled(form):
+    """Scaled by hand; a clip hides none on purpose."""
+
+    def step(params, x, clean, check=False):
+        grads = jax.grad(lambda params: mpjax.autocast(loss_fn, "mixed_float16")(params, x) * 1024)(params)
+        new = jax.tree.map(lambda p, g: p - 0.1 * clean(g / 1024), params, grads)
+        return jax.tree.map(lambda new, old: jnp.where(finite(grads), new, old), new, params) if check else new
+
+    def hides(clean, **options):
+        found = mpjax.audit(lambda *args: step(*args, clean, **options), PARAMS, X).risks
+        return "unchecked" in [risk.kind for risk in found]
+
+    assert hides(HIDING[form]) == (form not in ("clip", "clamp", "of the whole tree"))
+    assert not hides(lambda g: g)
+    assert not hides(HIDING[form], check=True), "looks at the gradients before"
+
+
 SHOWING = {
     "unchanged": lambda grads: grads,
     "by norm": lambda grads: optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())[0],
