@@ -149,6 +149,15 @@ def of_constant(array: Any) -> Facts:
     return Facts(low=low, high=high, whole=whole, written=True)
 
 
+SMALL_INTEGERS = {np.dtype(name) for name in ("int8", "uint8", "int16", "uint16")}
+
+
+def ends_of(dtype: Any) -> tuple[float, float]:
+    """The least and the greatest number of a small integer dtype; infinite for others."""
+    limits = np.iinfo(dtype) if dtype in SMALL_INTEGERS else None
+    return (-math.inf, math.inf) if limits is None else (float(limits.min), float(limits.max))
+
+
 class _Roundings:
     """Evaluates a program with `Facts` in place of values."""
 
@@ -166,7 +175,9 @@ class _Roundings:
             return self.facts.get(value, Facts())
         if value.aval.dtype == np.bool_:
             return Facts(low=0, high=1, whole=True, written=True)
-        return Facts(whole=value.kind == INPUT and jnp.issubdtype(value.aval.dtype, jnp.integer))
+        is_whole = value.kind == INPUT and jnp.issubdtype(value.aval.dtype, jnp.integer)
+        low, high = ends_of(value.aval.dtype) if is_whole else (-math.inf, math.inf)
+        return Facts(low=low, high=high, whole=is_whole)
 
     def run(self, flow: Flow, given: Sequence[Facts]) -> list[Facts]:
         """The facts of a program's results, given those of its inputs."""
@@ -347,7 +358,8 @@ def _bounds(place: Site, given: Sequence[Facts]) -> tuple[float, float]:
         return _no_nan([*found, 0.0] if name == "dot_general" else found)
     if row.keeps_values:
         sources = [given[i] for i in row.sources(len(given)) if i < len(given)]
-        return min(f.low for f in sources), max(f.high for f in sources)
+        low, high = ends_of(out.dtype)
+        return max(min(f.low for f in sources), low), min(max(f.high for f in sources), high)
     return -math.inf, math.inf
 
 

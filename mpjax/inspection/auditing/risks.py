@@ -12,7 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.inspection.auditing.amplified import SUMS, Amplified, Facts, amplified, exact_up_to, terms_of
+from mpjax.inspection.auditing.amplified import (
+    SMALL_INTEGERS,
+    SUMS,
+    Amplified,
+    Facts,
+    amplified,
+    ends_of,
+    exact_up_to,
+    terms_of,
+)
 from mpjax.inspection.auditing.constants import Lost, lost_constants, rounded, rounded_text
 from mpjax.inspection.auditing.scaled_gradients import repeats, scaling_risks
 from mpjax.inspection.reports import by_key
@@ -41,7 +50,7 @@ class Risk:
             `"divided"`: gradients are divided by the loss scale a second time;
             `"unchecked"`: inf or NaN of float16 gradients is replaced, and no check for finite values sees it;
             `"exp"`, `"log"`, `"pow"`, `"sum"`, `"softmax"`, `"loss"`: computed in half;
-            `"wraps"`: a sum or matmul of integers of 8 or 16 bits whose result has as few;
+            `"wraps"`: a sum, difference or matmul of integers of 8 or 16 bits whose result has as few;
             `"overflow"`: a finite constant (an additive mask) becomes infinite in half;
             `"epsilon"`: a constant becomes zero in half; `"constant"`: a constant near 1 becomes 1;
             `"norm"`: a norm in float16, which overflows from 256 on;
@@ -80,8 +89,10 @@ def risks_of(flow: Flow, original: Callable[[], TracedCall]) -> tuple[Risk, ...]
         found += [(kind, site, "float16", MEANINGS[kind]) for kind, site in scaling_risks(flow)]
     roundings = [*_amplified(of_amplified)]
     found += [*roundings, *_operations(flow, {_place(site) for _, site, _, _ in roundings}), *_loss(flow)]
+    widened = {id(node) for node in _widened(flow)}
     for node in nodes:
-        found += [*_constants(node, known), *_wraps(node, known)]
+        found += _constants(node, known)
+        found += _wraps(flow, node, known) if node.site.name in SUMS or id(node) in widened else ()
     found += _lost(
         nodes, lost_constants((node for node in nodes if primitive(node.site.name).op is not Op.CONVERT), original)
     )
@@ -145,17 +156,42 @@ def _constants(node: Node, known: Callable[[Value], Facts]) -> Iterator[RiskySit
         yield from _inexact(node.site, node.writes[0].aval.dtype, known(node.writes[0]))
 
 
-def _wraps(node: Node, known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
-    """Sums and matmuls of small integers whose bound is beyond the dtype of the result."""
-    out = node.writes[0].aval.dtype if node.site.name in SUMS else np.dtype(np.float32)
-    if out.kind not in "iu" or out.itemsize > 2:
+def _is_small_integer(value: Value) -> bool:
+    return compat.is_shaped(value.aval) and value.aval.dtype in SMALL_INTEGERS
+
+
+def _widened(flow: Flow) -> Iterable[Node]:
+    """The equations of small integers whose results are converted to floats or larger integers, unless selected."""
+
+    def through(node: Node) -> Iterable[Value]:
+        return filter(_is_small_integer, node.reads if node.site.name != "select_n" else ())
+
+    casts = (node for node in flow.eqns if primitive(node.site.name).op is Op.CONVERT)
+    ends = (v for node in casts if not _is_small_integer(node.writes[0]) for v in through(node))
+    return flow.made_by(ends, through)
+
+
+_MUCH_OF_RANGE = 0.25  # Less is what an offset of labels may leave, which seldom does.
+
+
+def _wraps(flow: Flow, node: Node, known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
+    """Sums, matmuls and differences of small integers whose bounds are beyond the dtype of the result."""
+    out, name = node.writes[0], node.site.name
+    if not all(map(_is_small_integer, (out, *node.reads))):
         return
-    sizes = ((known(v).largest, np.iinfo(v.aval.dtype)) for v in node.reads)
-    factors = [min(largest, max(-float(limits.min), float(limits.max))) for largest, limits in sizes]
-    terms, most = terms_of(node.site), np.iinfo(out).max
-    if terms * math.prod(factors) > most:
-        what = " × ".join(f"{factor:.0f}" for factor in factors)
-        yield "wraps", node.site, out.name, f"{terms} terms of up to {what} in {out.name}, which ends at {most}"
+    dtype, found, (least, most) = out.aval.dtype.name, known(out), ends_of(out.aval.dtype)
+    if name in SUMS:
+        sizes = [min(known(v).largest, max(map(abs, ends_of(v.aval.dtype)))) for v in node.reads]
+        terms, what = terms_of(node.site), " × ".join(f"{size:.0f}" for size in sizes)
+        if terms * math.prod(sizes) > most:
+            yield "wraps", node.site, dtype, f"{terms} terms of up to {what} in {dtype}, which ends at {most:.0f}"
+    elif primitive(name).adds and math.isfinite(found.largest):
+        makers = [flow.maker(flow.source(v, repeats)) for v in node.reads]
+        # What is above its minimum, or below its maximum, does not wrap.
+        is_ordered = any(m and bound in m.site.name for m, bound in zip(makers, ("max", "min"), strict=True))
+        if max(least - found.low, found.high - most) > _MUCH_OF_RANGE * (most - least) and not is_ordered:
+            why = f"results from {found.low:.0f} to {found.high:.0f} in {dtype}: convert the operands, not the result"
+            yield "wraps", node.site, dtype, why
 
 
 def _cast(node: Node, known: Callable[[Value], Facts]) -> Iterator[RiskySite]:

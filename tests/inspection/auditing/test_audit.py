@@ -208,8 +208,7 @@ def test_a_function_without_a_gradient_says_so():
 # One known fault each
 
 CLEAN, X, MASK, IDS = shape(256, 256), shape(256, 256), shape(256, 256, dtype=bool), shape(256, dtype=jnp.int32)
-TABLE = shape(4096, 256)
-
+TABLE, PIXELS = shape(4096, 256), shape(8, 8, dtype=jnp.uint8)
 FAULTS = {
     "float32 operands": (lambda x: x @ x, (shape(256, 256, dtype=F32),), ["dtype"]),
     "mixed operands": (lambda x, y: jax.lax.dot(x, y), (X, shape(256, 256, dtype=F32)), ["dtype"]),
@@ -251,6 +250,15 @@ FAULTS = {
     "running count": (lambda x, i: (x @ x, jnp.cumsum((i == 3).astype(I8), dtype=I8)), (X, IDS), ["wraps"]),
     "matmul in 8 bits": (lambda a: jax.lax.dot(a, a), (shape(256, 256, dtype=I8),), ["wraps"]),
     "sum of 16 bits": (lambda x, i: (x @ x, jnp.sum(i, dtype=jnp.int16)), (X, shape(9, dtype=jnp.int16)), ["wraps"]),
+    "difference of pixels": (lambda x, a, b: (x @ x, (a - b) / 255), (X, PIXELS, PIXELS), ["wraps"]),
+    "mean of two images": (lambda x, a, b: (x @ x, (a + b) / 2), (X, PIXELS, PIXELS), ["wraps"]),
+    "centred pixels": (lambda x, a: (x @ x, (a - 128).astype(F32)), (X, PIXELS), ["wraps"]),
+    "zero points": (
+        lambda x, q, z: (x @ x, (q - z).astype(F32)),
+        (X, shape(9, dtype=I8), shape(9, dtype=I8)),
+        ["wraps"],
+    ),
+    "difference of samples": (lambda x, a: (x @ x, jnp.diff(a) / 2**15), (X, shape(9, dtype=jnp.int16)), ["wraps"]),
     "rounded ids": (lambda t, i: t[i.astype(F16).astype(jnp.int32)] @ t.T, (TABLE, IDS), ["ids"]),
     "compared ids": (lambda x, i: (x @ x) * (i.astype(F16) == 3).astype(F16), (X, IDS), ["ids"]),
     "positions": (lambda x: (x @ x) * jnp.arange(4096).astype(F16)[:256], (X,), ["ids"]),
@@ -272,6 +280,12 @@ FINE = {
     "root of a relu": (lambda x: jnp.sqrt(jax.nn.relu(x @ x)), (X,), []),
     "Python's sum": (lambda x: (x @ x) / sum([x, x]), (X,), []),
     "pixels": (lambda x, i: (i.astype(F16) / 255) @ x, (X, shape(256, 256, dtype=jnp.uint8)), []),
+    "inverted pixels": (lambda x, a: (x @ x, (255 - a) / 255), (X, PIXELS), []),
+    "contrast": (lambda x, a: (x @ x, (a - a.min()) / (a.max() - a.min())), (X, PIXELS), []),
+    "selected difference": (lambda x, a, b: (x @ x, jnp.where(a > b, a - b, b - a) / 255), (X, PIXELS, PIXELS), []),
+    "labels from 1": (lambda x, i: (x @ x, (i - 1).astype(jnp.int32)), (X, PIXELS), []),
+    "remainder": (lambda x, i, j: (x @ x, (i % j).astype(F32)), (X, shape(9, dtype=I8), shape(9, dtype=I8)), []),
+    "hash of bytes": (lambda x, a, b: (x @ x, a + b), (X, PIXELS, PIXELS), []),
     "waves of positions": (lambda x: (x @ x) * jnp.sin(0.1 * jnp.arange(4096.0))[:256].astype(F16), (X,), []),
     "counts": (lambda x, i: (x @ x) * i.astype(F16), (X, IDS), []),
     "count that fits": (lambda x, i: (x @ x, jnp.sum((i[:100] == 3).astype(I8), dtype=I8)), (X, IDS), []),
