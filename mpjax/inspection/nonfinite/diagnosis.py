@@ -130,6 +130,8 @@ def diagnosis_of(found: Symptoms) -> str:
     in_half = any(map(is_half, (*node.site.outvars[:1], *node.site.invars)))
     if found.kind == "inf" and in_half and not _divides_by_zero(cause):
         text = f"overflow of {found.half} here {shown}"
+        if adds_constant(flow, node, value):
+            text += f"; it is a constant of the program: jnp.finfo(dtype).{'min' if value < 0 else 'max'} fits"
         if found.argument:
             text += (
                 f"; it is in {found.argument}, so no loss scale changes it: scale it down, keep this line in float32, "
@@ -250,6 +252,18 @@ def cast_input(flow: Flow, node: Node) -> int | None:
         return None
     source = flow.source(node.reads[0], lambda each: primitive(each.site.name).moves)
     return flow.inputs.index(source) if source in flow.inputs else None
+
+
+def adds_constant(flow: Flow, node: Node, value: float) -> bool:
+    """Whether a value is that of a constant of the program, such as a mask's, up to its sign and to smaller terms."""
+
+    def through(each: Node) -> Iterable[Value]:
+        row = primitive(each.site.name)
+        return each.reads if repeats(each) or row.adds or row.scales or each.site.name == "select_n" else ()
+
+    read = (v.constant for each in flow.made_by(node.writes, through) for v in each.reads if is_float(v))
+    sizes = (abs(float(np.ravel(c)[0])) for c in read if c is not None and np.size(c) == 1)
+    return any(math.isclose(abs(value), size, rel_tol=1e-3) for size in sizes)
 
 
 def amplified_rounding(flow: Flow, node: Node) -> str:

@@ -33,6 +33,33 @@ def test_a_constant_that_half_rounds_to_zero_is_not_the_datas_fault():
     )
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # numpy's, of the mask
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize(
+    "masked",
+    [
+        lambda x, mask, least: x.astype(HALF) + ((1 - mask) * least).astype(HALF),
+        lambda x, mask, least: x.astype(HALF) + jnp.where(mask > 0, 0.0, least).astype(HALF),
+        lambda x, mask, least: (x + (1 - mask) * least).astype(HALF),
+        lambda x, mask, least: jnp.where(mask > 0, x.astype(HALF), least),
+    ],
+)
+def test_a_mask_beyond_the_range_of_half_gets_a_number_that_fits(masked):
+    """Of a row that is masked as a whole, a softmax of -inf is NaN."""
+    x, mask = np.ones((3, 4), np.float32), np.array([[1.0] * 4, [0.0] * 4, [1.0, 0.0] * 2], np.float32)
+
+    def loss(x, mask, least):
+        return jnp.sum(jax.nn.softmax(masked(x, mask, least).astype(np.float32)) * x)
+
+    found = find_nonfinite(functools.partial(loss, least=-1e9), x, mask)
+    assert found.kind == "inf"
+    assert "jnp.finfo(dtype).min fits" in found.diagnosis
+    least = float(jnp.finfo(HALF).min)
+    assert find_nonfinite(functools.partial(loss, least=least), x, mask) is None, "the advice does not help"
+    squared = find_nonfinite(lambda x: jnp.sum(3e2 * x.astype(HALF) * 300), x)
+    assert "finfo" not in squared.diagnosis
+
+
 def test_the_inside_of_a_kernel_is_no_proof_against_float32():
     def kernel(x_ref, o_ref):
         o_ref[...] = x_ref[...] * x_ref[...]
