@@ -225,8 +225,9 @@ class _Measuring:
 
     def verified(self) -> NumericsReport:
         """The report with a trial of the loss scale, and of overrides for the modules that lose values."""
-        losing, report = self._losing(), self.report()
-        if self.has_half or report.init_scale is None:
+        report = self.report()
+        losing = [] if self.has_half else self._losing()  # Overrides can't undo casts of the program's own.
+        if report.init_scale is None:
             return report
         try:
             with warnings.catch_warnings(record=True) as caught:
@@ -235,7 +236,7 @@ class _Measuring:
                 inner = {path for path in losing for outer in losing if outer and path.startswith(f"{outer}/")}
                 kept, trials = self._tried([path for path in losing if path not in {"", *inner}], report.init_scale)
         except Exception as error:  # The report is valid without the trial.
-            note = f"the recommendation was not tried: autocast fails with {type(error).__name__}: {error}"
+            note = f"the recommendation was not tried: {type(error).__name__}: {error}"
             return dataclasses.replace(report, notes=(*report.notes, note))
         rules = dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, NonlinearRuleWarning))
         return dataclasses.replace(self.report(kept, trials), rules=tuple(rules))
@@ -254,7 +255,7 @@ class _Measuring:
             if key not in trials:
                 pairs = tuple((f"*/{below_root(path, paths)}", get_policy("float32")) for path in kept)
                 policy = dataclasses.replace(half, overrides=pairs)
-                trials[key] = Trial("numerics", self.loss.under(policy), args)
+                trials[key] = Trial("numerics", self.loss if self.has_half else self.loss.under(policy), args)
             return Tried(what, number, scale, trials[key].error(scale, exact), trials[key].half_share)
 
         found = [tried("as it is", self.scale)]
@@ -317,7 +318,7 @@ class _Measuring:
             largest_safe_scale=safe,
             init_scale=init,
             keep_float32=tuple(below_root(path, paths) for path in kept),
-            losing=() if trials else tuple(below_root(path, paths) for path in losing if path),
+            losing=() if trials and not self.has_half else tuple(below_root(path, paths) for path in losing if path),
             losing_lines=self._lines() if outside else (),
             outliers=tuple(sorted(self._outliers())),
             nonfinite=tuple(sorted(self._nonfinite())),

@@ -105,8 +105,8 @@ class NumericsReport(Report):
             empty without `Rules(residuals="int8")` or `"float8"`.
         beyond: The arguments that a matmul reads and half does not hold, each with its largest magnitude.
         unseen: Operations that `numerics` could not look into (Pallas kernels, callbacks).
-        trials: The errors of the gradients and the share in half without and with the recommendation. Empty if the
-            program is already in half, or if nothing was tried.
+        trials: The errors of the gradients and the share in half without and with the recommendation, under autocast
+            unless the program is in half already. Empty if nothing was tried.
         rules: About derivative rules that are not linear in their cotangent, whose gradients a loss scale makes wrong.
         notes: Further remarks.
         budget: The error of the gradients that is tolerated.
@@ -256,7 +256,7 @@ class NumericsReport(Report):
             (row.what, scale_text(row.loss_scale), percent(row.error), f"{row.half_share:.1%}") for row in self.trials
         ]
         text = f"on batch {self.trials[0].batch}" if self.trials and self.batches > 1 else ""
-        columns = "tried under autocast|>loss scale|>error of the gradients|>FLOPs in half"
+        columns = "tried in half|>loss scale|>error of the gradients|>FLOPs in half"
         return Section("", text, columns, rows)
 
     def _scale_advice(self) -> list[str]:

@@ -271,3 +271,22 @@ def test_a_module_that_is_kept_covers_those_in_it():
 
     found = mpjax.numerics(loss, normal(8, 8), 10 * normal(4, 8))
     assert not any(a.startswith(f"{b}/") for a in found.keep_float32 for b in found.keep_float32)
+
+
+def test_a_scale_for_a_loss_that_casts_by_hand_is_tried():
+    def loss(w, x, factor=1e-6):
+        h = jnp.tanh(x.astype(np.float16) @ w.astype(np.float16))
+        return jnp.mean(h.astype(np.float32) ** 2) * factor
+
+    args = normal(8, 8), normal(4, 8)
+    found = mpjax.numerics(loss, *args)
+    before, after = found.trials
+    assert (before.loss_scale, after.loss_scale) == (1.0, found.init_scale)
+    assert after.error < 0.01 < before.error
+    assert "recommended: init_scale=2.0**" in str(found)
+
+    exact = jax.grad(lambda w: jnp.mean(jnp.tanh(args[1] @ w) ** 2) * 1e-6)(args[0])
+    for scale, expected in ((1.0, before.error), (found.init_scale, after.error)):
+        gradient = jax.grad(lambda w, scale=scale: loss(w, args[1]) * scale)(args[0]) / scale
+        error = float(jnp.linalg.norm(gradient - exact) / jnp.linalg.norm(exact))
+        assert abs(error - expected) < 0.1 * expected, (scale, error, expected)
