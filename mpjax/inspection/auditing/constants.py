@@ -135,7 +135,7 @@ def lost_constants(
         if written == value == 0 or written is None or rounded(written, dtype) != value:
             numbers = _numbers(node.site)  # without their signs
             unknown = written is None and (literal is None or literal.aval.dtype == dtype) and not value
-            unknown &= numbers is not _UNKNOWN and 0.0 not in numbers
+            unknown &= numbers is not _UNKNOWN and 0.0 not in numbers and not _is_start(node.site, i)
             signed = (math.copysign(n, value) for n in numbers)
             written = next((n for n in signed if n != value and rounded(n, dtype) == value), None)
             if written is None and not unknown:
@@ -165,10 +165,17 @@ def _is_suspect(node: Node, i: int, low: Callable[[Any], bool]) -> bool:
     return bool(is_read) and abs(_held(node, i)[1]) in (0, 1, math.inf)
 
 
+def _is_start(site: Site, i: int) -> bool:
+    """Whether an operand is where a sum starts, as Python's does, what is padded with, or what is divided."""
+    row = primitive(site.name)
+    return row.join or (i == 0 and (row.adds or row.linear == "first"))
+
+
 def are_unexplained(sites: Iterable[Site]) -> bool:
     """Whether half constants of 0 or 1 are more than the texts of their lines have: others were rounded to them."""
-    literals = ((v, site) for site in sites for v in site.invars if isinstance(v, compat.Literal) and is_half(v))
-    suspects = [(v, site) for v, site in literals if np.size(v.val) == 1 and abs(float(v.val)) in (0, 1, math.inf)]
+    read = ((v, site) for site in sites for i, v in enumerate(site.invars) if is_half(v) and not _is_start(site, i))
+    literals = ((v, site) for v, site in read if isinstance(v, compat.Literal) and np.size(v.val) == 1)
+    suspects = [(v, site) for v, site in literals if abs(float(v.val)) in (0, 1, math.inf)]
     counts = collections.Counter((abs(float(v.val)), _numbers(site)) for v, site in suspects)
     return any(count > numbers.count(value) for (value, numbers), count in counts.items())
 

@@ -218,7 +218,9 @@ def constants_lost(flow: Flow, node: Node, original: Callable[[], TracedCall], o
     here = {id(each.site.eqn) for each in (*read, *(each for each in nodes if each.site.source == line))}
     found = [lost for lost in lost_constants(nodes, original, is_float) if lost.written is not None]
     near = [lost for lost in found if id(lost.site.eqn) in here and (ones or abs(lost.value) != 1)]
-    unexplained = are_unexplained(each.site for each in nodes if id(each.site.eqn) in here)
+    starts = lambda each: (row := primitive(each.site.name)).kernel and row.accumulates  # noqa: E731 - a scatter's sum
+    matters = (each for each in nodes if each is node or not all(map(starts, flow.readers.get(each.writes[0], ()))))
+    unexplained = are_unexplained(each.site for each in matters if id(each.site.eqn) in here)
     return near or [lost for lost in found if abs(lost.value) != 1], unexplained
 
 

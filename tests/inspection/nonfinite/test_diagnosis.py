@@ -60,6 +60,29 @@ def test_a_mask_beyond_the_range_of_half_gets_a_number_that_fits(masked):
     assert "finfo" not in squared.diagnosis
 
 
+@pytest.mark.standard_promotion
+def test_constants_that_no_one_rounded_are_no_doubt():
+    """Where a sum starts, what JAX pads with, and the one that a derivative divides by a count."""
+
+    def of_neighbours(w, x, source, target):
+        h = (x @ w).astype(HALF)
+        degree = jax.ops.segment_sum(jnp.ones_like(source, HALF), target, 5)
+        return jnp.mean((jax.ops.segment_sum(h[source], target, 5) / degree[:, None]).astype(np.float32))
+
+    edges = np.array([0, 1, 2]), np.array([0, 1, 2])
+    isolated = find_nonfinite(jax.value_and_grad(of_neighbours), np.eye(4, dtype=np.float32), np.ones((4, 4)), *edges)
+
+    def of_tokens(w, x, mask):
+        losses = ((x @ w).astype(HALF) ** 2).sum(-1)
+        return ((losses * mask.astype(HALF)).sum() / mask.sum().astype(HALF)).astype(np.float32)
+
+    x = np.ones((3, 4), np.float32)
+    empty = find_nonfinite(jax.grad(of_tokens), np.eye(4, dtype=np.float32), x, np.zeros(3, np.float32))
+    for found in (isolated, empty):
+        assert found.primitive == "div"
+        assert "float32 fails too: check the data or the model" in found.diagnosis
+
+
 def test_the_inside_of_a_kernel_is_no_proof_against_float32():
     def kernel(x_ref, o_ref):
         o_ref[...] = x_ref[...] * x_ref[...]
