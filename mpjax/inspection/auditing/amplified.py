@@ -39,6 +39,11 @@ class Rounding(NamedTuple):
     site: Site
     of_whole: bool = False
 
+    @property
+    def is_random(self) -> bool:
+        """Whether the value is made of bits, as random numbers are: their rounding is no error."""
+        return primitive(self.site.name).bits
+
 
 class Facts(NamedTuple):
     """What is known of a value.
@@ -202,12 +207,16 @@ class _Roundings:
         row = primitive(place.name)
         has_pole_at_zero = row.worst.startswith("near") or row.risk == "pow" or place.name == "sqrt"
         for i, (facts, v) in enumerate(zip(given, place.invars, strict=True)):
+            if facts.rounded and facts.rounded.is_random:
+                continue
             inexact = facts.rounded or facts.matmul
             if inexact and (row.decomposes or row.solve):
                 self._note(place, inexact, "the condition number multiplies the error")
             elif inexact and _makes_indices(place, v):
                 self._note(place, inexact, "one unit apart is another integer")
-            elif facts.rounded and facts.rounded.of_whole and place.name in ("eq", "ne"):
+            elif (
+                facts.rounded and facts.rounded.of_whole and place.name in ("eq", "ne") and v is not place.invars[i - 1]
+            ):
                 self._note(place, facts.rounded, "distinct ones become equal")
             elif facts.difference and (has_pole_at_zero or (row.amplifies == "second" and i == 1)):
                 self._note(place, facts.difference, f"near-equal numbers cancel, and {place.name} reads the difference")
@@ -262,7 +271,11 @@ def _result(place: Site, given: Sequence[Facts]) -> Facts:
         found = found._replace(matmul=next((facts.matmul for facts in given if facts.matmul), None))
     if _keeps_rounding(place):
         operands = given[:1] if row.linear == "first" else given
-        found = found._replace(rounded=next((facts.rounded for facts in operands if facts.rounded), None))
+        roundings = (facts.rounded for facts in operands if facts.rounded)
+        found = found._replace(rounded=next((rounding for rounding in roundings if not rounding.is_random), None))
+    sources = [facts.rounded for facts in given if not facts.is_constant]
+    if sources and all(rounding and rounding.is_random for rounding in sources):
+        found = found._replace(rounded=sources[0])
     moved = (row.keeps_values or row.exact) and (name != "convert_element_type" or is_half(place.invars[0]))
     # A constant, or whole numbers that the dtype holds, are not rounded.
     is_exact = all(facts.is_constant for facts in given) or (is_half(out) and found.fits(out.aval.dtype))

@@ -88,7 +88,7 @@ def risks_of(flow: Flow, original: Callable[[], TracedCall]) -> tuple[Risk, ...]
     if any(v.aval.dtype == np.float16 for node in nodes for v in node.writes if is_float(v)):
         found += [(kind, site, "float16", MEANINGS[kind]) for kind, site in scaling_risks(flow)]
     roundings = [*_amplified(of_amplified)]
-    found += [*roundings, *_operations(flow, {_place(site) for _, site, _, _ in roundings}), *_loss(flow)]
+    found += [*roundings, *_operations(flow, {_place(site) for _, site, _, _ in roundings}, known), *_loss(flow)]
     widened = {id(node) for node in _widened(flow)}
     for node in nodes:
         found += _constants(node, known)
@@ -102,9 +102,11 @@ def risks_of(flow: Flow, original: Callable[[], TracedCall]) -> tuple[Risk, ...]
 RiskySite = tuple[str, Site, str, str]  # kind, site, dtype, why
 
 
-def _operations(flow: Flow, amplified: set[tuple[str, str]]) -> Iterator[RiskySite]:
+def _operations(flow: Flow, amplified: set[tuple[str, str]], known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
     """Half operations that need float32. Those of a softmax are reported as one; logarithms that amplify, before."""
-    risky = [(node, dtype) for node in flow.eqns if (dtype := _risky(node))]
+    is_random = lambda v: (rounding := known(v).rounded) is not None and rounding.is_random  # noqa: E731
+    nodes = (node for node in flow.eqns if not any(map(is_random, node.reads)))
+    risky = [(node, dtype) for node in nodes if (dtype := _risky(node))]
     maxima = {_place(node.site) for node in flow.eqns if node.site.name == "reduce_max"}
     softmaxes = {_place(node.site) for node, _ in risky if primitive(node.site.name).risk == "exp"} & maxima
 

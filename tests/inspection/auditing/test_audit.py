@@ -209,6 +209,7 @@ def test_a_function_without_a_gradient_says_so():
 
 CLEAN, X, MASK, IDS = shape(256, 256), shape(256, 256), shape(256, 256, dtype=bool), shape(256, dtype=jnp.int32)
 TABLE, PIXELS = shape(4096, 256), shape(8, 8, dtype=jnp.uint8)
+KEY = jax.eval_shape(jax.random.key, 0)
 FAULTS = {
     "float32 operands": (lambda x: x @ x, (shape(256, 256, dtype=F32),), ["dtype"]),
     "mixed operands": (lambda x, y: jax.lax.dot(x, y), (X, shape(256, 256, dtype=F32)), ["dtype"]),
@@ -279,6 +280,14 @@ FINE = {
     "epsilon that half holds": (lambda x: (x @ x) * jax.lax.rsqrt(x + 1e-5), (X,), []),
     "root of a relu": (lambda x: jnp.sqrt(jax.nn.relu(x @ x)), (X,), []),
     "Python's sum": (lambda x: (x @ x) / sum([x, x]), (X,), []),
+    "Python's sum of casts": (
+        lambda x, w: (x @ x) / jnp.sqrt(sum([jnp.sum(w.astype(F16), dtype=F32).astype(F16)])),
+        (X, shape(9, dtype=F32)),
+        [],
+    ),
+    "test for NaN": (lambda x, i: (x @ x) * jnp.isnan(i.astype(F16) - 1).astype(F16), (X, IDS), []),
+    "noise": (lambda x, key: x @ x + jax.random.normal(key, x.shape, F16), (X, KEY), []),
+    "sample": (lambda x, key: x @ x + jax.random.categorical(key, x)[:, None].astype(F16), (X, KEY), []),
     "pixels": (lambda x, i: (i.astype(F16) / 255) @ x, (X, shape(256, 256, dtype=jnp.uint8)), []),
     "inverted pixels": (lambda x, a: (x @ x, (255 - a) / 255), (X, PIXELS), []),
     "contrast": (lambda x, a: (x @ x, (a - a.min()) / (a.max() - a.min())), (X, PIXELS), []),
