@@ -231,6 +231,8 @@ def _lost(nodes: Sequence[Node], lost: Iterable[Lost]) -> Iterator[RiskySite]:
                 guarded[node.writes[0]] = name, constant
             elif math.isfinite(constant.value):
                 yield "constant" if constant.value else "epsilon", node.site, constant.dtype, constant.text
+            elif not (primitive(name).adds or primitive(name).scales):
+                yield "overflow", node.site, constant.dtype, f"{constant.text}; jnp.finfo(dtype).min fits"
         at_risk = reads[1:2] if name == "div" else reads[:1] if name in ("log", "rsqrt", "sqrt", "pow") else ()
         for value in at_risk:
             by, zero = guarded.get(value, ("", None))

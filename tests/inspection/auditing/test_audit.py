@@ -231,6 +231,7 @@ FAULTS = {
     "added mask": (lambda x, m: x @ x + jnp.where(m, 0.0, -1e9).astype(F16), (X, MASK), ["overflow"]),
     "computed mask": (lambda x, m: x @ x + ((1.0 - m) * -1e9).astype(F16), (X, MASK), ["overflow"]),
     "scaled mask": (lambda x, m: x @ x + (1 - m.astype(F16)) * -1e9, (X, MASK), ["overflow"]),
+    "array of a mask": (lambda x: x @ x + jnp.roll(jnp.full((8, 1), -1e9, F16), 1)[:1], (X,), ["overflow"]),
     "epsilon of a root": (lambda x: (x @ x) * jax.lax.rsqrt(x + 1e-8), (X,), ["epsilon"]),
     "epsilon of a quotient": (lambda x: (x @ x) / (jnp.sqrt(x) + 1e-8), (X,), ["epsilon"]),
     "cast epsilon": (lambda x: (x @ x) / (x + jnp.float32(1e-8).astype(F16)), (X,), ["epsilon"]),
