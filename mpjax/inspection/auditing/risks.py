@@ -290,7 +290,7 @@ def _updates(flow: Flow, known: Callable[[Value], Facts]) -> Iterator[RiskySite]
             continue
         pairs = node.reads, node.reads[::-1]
         added = [(old, new) for old, new in pairs if is_kept(old, before) and (before or not _is_layer(flow, old, new))]
-        steps = [facts.largest for _, new in added for facts, _ in _factors(flow, new, known)]
+        steps = [_size(facts) for _, new in added for facts, _ in _factors(flow, new, known)]
         if steps and min(steps) <= _SMALL_FACTOR:
             dtype = value.aval.dtype
             why = f"a multiple of {min(steps):.2g} is added to a {dtype.name} value, which has {_digits(dtype)} bits"
@@ -382,7 +382,13 @@ def _factors(flow: Flow, value: Value, known: Callable[[Value], Facts]) -> Itera
     """The factors of known size of the products that a value is, each with the other factor."""
     for node in filter(None, map(flow.maker, _sources(flow, value))):
         pairs = zip(node.reads, node.reads[::-1], strict=True) if node.site.name == "mul" else ()
-        yield from ((known(number), other) for number, other in pairs if math.isfinite(known(number).largest))
+        yield from ((known(number), other) for number, other in pairs if math.isfinite(_size(known(number))))
+
+
+def _size(facts: Facts) -> float:
+    """The greatest magnitude; that of the known end if the other is open, as of a minimum with a count."""
+    ends = (end for end in (facts.high, -facts.low) if 0 < end < math.inf)
+    return facts.largest if math.isfinite(facts.largest) else min(ends, default=math.inf)
 
 
 def _added_to(

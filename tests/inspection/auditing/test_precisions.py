@@ -81,6 +81,21 @@ def test_updates_that_half_rounds_away_are_risks():
     assert kinds(lambda x, y: x + y, w, w) == []  # a residual connection
 
 
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("peak", [1e-3, 10.0])
+def test_the_largest_learning_rate_of_a_warm_up_by_hand_is_known(peak):
+    """A count is not negative, which the program doesn't say."""
+
+    def step(w, g, count):
+        rate = peak * jnp.minimum(1.0, count / 1000)
+        return (w - rate * g).astype(w.dtype)
+
+    w = jax.ShapeDtypeStruct((8,), jnp.bfloat16)
+    for count in (jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)):
+        risks = mpjax.audit(step, w, jax.ShapeDtypeStruct((8,), jnp.float32), count).risks
+        assert [risk.kind for risk in risks] == ["update"] * (peak < 0.05)
+
+
 def test_a_scaled_branch_of_a_residual_stream_is_no_update():
     half = jnp.bfloat16
     w, x = jax.ShapeDtypeStruct((8, 8), half), jax.ShapeDtypeStruct((4, 8), half)
