@@ -15,7 +15,7 @@ import numpy as np
 from mpjax.casting import Float8, Rules, autocast_disabled
 from mpjax.casting.autocast import Autocast, autocast_of
 from mpjax.casting.rules import is_line
-from mpjax.inspection.reports import Report, Section, percent, totals
+from mpjax.inspection.reports import Report, Section, percent, scale_text, totals
 from mpjax.inspection.trials import Loss, Trial, relative_error, rounding_scores
 from mpjax.policy import HALF_DTYPES, get_policy, path_matches
 from mpjax.program.formats import format_of
@@ -61,6 +61,7 @@ class SearchReport(Report):
         kept_dtype: `"float32"`, or under a policy with float8 matmuls the compute dtype, in which the kept modules run.
         unseen: Operations whose internals are not visible, so that no rule applies to them, and why.
         reference_is_finite: Whether the gradients are finite in float32.
+        loss_scale: The loss scale at which the policy alone meets the budget, if the first one flushes too much.
     """
 
     function: str
@@ -79,6 +80,7 @@ class SearchReport(Report):
     kept_dtype: str = "float32"
     unseen: tuple[str, ...] = ()
     reference_is_finite: bool = True
+    loss_scale: float | None = None
 
     heading = "Precision search of {0.function}"
     main = "modules"
@@ -128,7 +130,14 @@ class SearchReport(Report):
                 "mpjax.layerwise_error shows the lines",
             ]
         if not self.added:
-            return [f"{self.function} meets the budget {budget} with every module in {self._low}: error {after}"]
+            met = f"{self.function} meets the budget {budget} with every module in {self._low}"
+            if self.loss_scale is None:
+                return [f"{met}: error {after}"]
+            scale = scale_text(self.loss_scale)
+            return [
+                f"{met} at loss scale {scale}: error {after}; {before} at the first one, which flushes gradients",
+                f"mpjax.dynamic_loss_scale(tx, init_scale={scale.replace('2^', '2.0**')})",
+            ]
         lines = [
             f"error {before} in {self._low}, {after} with this rule (budget {budget}); "
             f"{self.half_share:.1%} of the FLOPs stay in half",
@@ -156,6 +165,7 @@ def _share(error: float | None) -> str:
 
 
 _SCALES = (2.0**15, 2.0**10, 2.0**5, 1.0)  # tried in turn; the first is that of `dynamic_loss_scale`
+_GREATER = (2.0**24, 2.0**20)  # to which it grows while gradients are finite
 _MOST_PASSES = 13  # each traces and runs the gradient once: about half of the time of compiling it
 _PRIMITIVES = 2  # tried alone
 _OTHERS = 0.1  # the squared score of a primitive in all other places, over that in its only place
@@ -192,7 +202,7 @@ def search(
         budget: The largest allowed error of all gradients together, ‖half − float32‖ / ‖float32‖.
         policy: The policy under which autocast runs `fun`, unless `fun` is an `autocast` function.
         loss_scale: The loss scale. None for one that starts at 2¹⁵ and backs off until the gradients are finite, as
-            `dynamic_loss_scale` does (bfloat16: 1).
+            `dynamic_loss_scale` does (bfloat16: 1), or is greater if that alone meets the budget.
         argnums: Positions of the arguments to differentiate.
         has_aux: Whether `fun` returns `(loss, aux)`.
         kwargs: Keyword arguments of `fun`.
@@ -252,7 +262,8 @@ def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchR
     scores: Mapping[str, float | None] = dict.fromkeys(flops)
     chosen, needed = passes.keeping(()), True
     finite = all(np.isfinite(np.asarray(x)).all() for x in passes.expected)
-    if finite and not before <= budget:
+    scale = passes.greater_scale(budget) if finite and budget < before < math.inf else None
+    if finite and not before <= budget and scale is None:
         scores, primitives = passes.scores()
         rule = next((rule for rule in passes.single_rules(primitives) if passes.is_enough(rule, budget)), None)
         if rule is None:
@@ -279,6 +290,7 @@ def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchR
         passes=passes.count,
         unseen=passes.unseen,
         reference_is_finite=finite,
+        loss_scale=scale,
     )
 
 
@@ -368,6 +380,15 @@ class _Passes:
     def ended(self) -> bool:
         """Whether as many passes were run as a search may take."""
         return self.count >= _MOST_PASSES
+
+    def greater_scale(self, budget: float) -> float | None:
+        """A loss scale beyond the first at which the program meets the budget as it is; None if there is none."""
+        for scale in _GREATER if self._scales == _SCALES else ():
+            error = relative_error(self._half.run(scale), self.expected)
+            if error <= budget:
+                self._seen[""] = error, self._half.half_share
+                return scale
+        return None
 
     def _trial(self, rules: Rules) -> Trial:
         with warnings.catch_warnings():

@@ -326,3 +326,24 @@ def test_a_loop_that_only_its_own_rule_differentiates_is_searched_without_scores
     assert report.met, report.text()
     assert report.error < report.error_before
     assert {row.score for row in report.modules} == {None}
+
+
+def test_a_loss_scale_that_flushes_gradients_is_no_reason_to_keep_modules():
+    rng = np.random.default_rng(0)
+    weights, x = rng.normal(size=(3, 8, 8)).astype(np.float32), rng.normal(size=(4, 8)).astype(np.float32)
+
+    def loss(weights, x):
+        for i, w in enumerate(weights):
+            with jax.named_scope(f"layer{i}"):
+                x = jnp.tanh(x @ w)
+        return jnp.mean(x**2) * 1e-9
+
+    found = mpjax.search(loss, weights, x, budget=0.01)
+    assert (found.met, found.added) == (True, ""), str(found)
+    assert f"init_scale=2.0**{np.log2(found.loss_scale):.0f}" in str(found)
+    half = jax.grad(lambda w, scale: mpjax.autocast(loss, "mixed_float16")(w, x) * scale)
+    for scale, expected in ((2.0**15, found.error_before), (found.loss_scale, found.error)):
+        error = measures.relative_error([half(weights, scale) / scale], [jax.grad(loss)(weights, x)])
+        assert error == pytest.approx(expected, rel=0.2)
+    assert found.error < 0.01 < found.error_before
+    assert mpjax.search(loss, weights, x, budget=0.01, loss_scale=2.0**15).loss_scale is None
