@@ -330,8 +330,8 @@ def _jump(found: Grouped, arrays: Sequence[Any], error: float) -> Jump | None:
     errors = {(number, i): _error([note], 1) for (_, number, i), note in notes.items()}
     for number, place in places.items():
         reads = found.reads.get(number, (UNKNOWN,))  # none if it only moves
-        if UNKNOWN in reads:
-            continue  # It reads the state of a loop, whose error is that of all iterations.
+        if UNKNOWN in reads or any(found.places[n].phase == BACKWARD for n, _ in reads):
+            continue  # It reads the state of a loop, whose error is that of all iterations, or unscales a gradient.
         before = max((errors.get(read, 0.0) for read in reads), default=0.0)
         after = max((errors.get((number, i), 0.0) for i in range(len(place.outvars))), default=0.0)
         if math.isfinite(before) and after >= max(_FACTOR * max(before, rounding), _SHARE * min(error, 1.0)):

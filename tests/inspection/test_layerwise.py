@@ -267,3 +267,15 @@ def test_no_jump_is_from_what_is_not_finite(hot):
         line = f"test_layerwise.py:{layer.__code__.co_firstlineno + 2}"
         assert (report.jump.op, report.jump.source) == ("mul", line)
         assert math.isfinite(report.jump.before)
+
+
+def test_the_unscaling_of_a_gradient_is_no_jump():
+    """Of gradients that are flushed to zero, whose error the factor behind the backward pass does not make."""
+
+    def loss(w, x):
+        return jnp.mean((jnp.tanh(x @ w) * 1e-5) ** 2) * 1e-4
+
+    w, x = np.eye(8, dtype=np.float32), np.ones((4, 8), np.float32)
+    found = mpjax.layerwise_error(mpjax.autocast(loss, "mixed_float16"), w, x, loss_scale=1024.0)
+    assert found.gradient_error > 0.5
+    assert found.jump is None, found.jump
