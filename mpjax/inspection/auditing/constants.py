@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpjax.casting import autocast_disabled
+from mpjax.inspection.reports import by_key
 from mpjax.program import compat
 from mpjax.program.dtypes import is_half, widened
 from mpjax.program.graph import Site
 from mpjax.program.inlining import Node, Value, flow_of
 from mpjax.program.primitives import Op, primitive
-from mpjax.program.source import is_library_file
+from mpjax.program.source import BACKWARD, is_library_file
 from mpjax.program.tracing import TracedCall, traced_call
 
 
@@ -166,18 +167,20 @@ def _is_suspect(node: Node, i: int, low: Callable[[Any], bool]) -> bool:
 
 
 def _is_start(site: Site, i: int) -> bool:
-    """Whether an operand is where a sum starts, as Python's does, what is padded with, or what is divided."""
+    """Whether an operand is where a sum starts, what is padded with, what is divided, or a constant of a derivative."""
     row = primitive(site.name)
-    return row.join or (i == 0 and (row.adds or row.linear == "first"))
+    return row.join or (row.whole and site.phase == BACKWARD) or (i == 0 and (row.adds or row.linear == "first"))
 
 
-def are_unexplained(sites: Iterable[Site]) -> bool:
-    """Whether half constants of 0 or 1 are more than the texts of their lines have: others were rounded to them."""
+def unexplained(sites: Iterable[Site]) -> str:
+    """A half constant of 0 or 1 that the text of its line doesn't have, in words: what was written may be another."""
     read = ((v, site) for site in sites for i, v in enumerate(site.invars) if is_half(v) and not _is_start(site, i))
     literals = ((v, site) for v, site in read if isinstance(v, compat.Literal) and np.size(v.val) == 1)
     suspects = [(v, site) for v, site in literals if abs(float(v.val)) in (0, 1, math.inf)]
-    counts = collections.Counter((abs(float(v.val)), _numbers(site)) for v, site in suspects)
-    return any(count > numbers.count(value) for (value, numbers), count in counts.items())
+    alike = by_key(((abs(float(v.val)), _numbers(site)), site) for v, site in suspects)
+    found = ((value, sites[0]) for (value, numbers), sites in alike.items() if len(sites) > numbers.count(value))
+    value, site = min(found, key=lambda each: each[0], default=(0, None))
+    return f"the {value:g} that {site.label} reads" if site is not None else ""
 
 
 def _numbered(nodes: Iterable[Node]) -> Iterator[tuple[Any, Node]]:

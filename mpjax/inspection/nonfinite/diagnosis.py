@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpjax.inspection.auditing.amplified import amplified
-from mpjax.inspection.auditing.constants import Lost, are_unexplained, lost_constants
+from mpjax.inspection.auditing.constants import Lost, lost_constants, unexplained
 from mpjax.inspection.auditing.scaled_gradients import follows_cotangent, repeats
 from mpjax.program import compat
 from mpjax.program.dtypes import is_float, is_half
@@ -40,7 +40,7 @@ class Symptoms:
         float8: The float8 dtype of its result; empty for other dtypes.
         constant: Whether the operation only reads an infinite constant.
         constants: The constants that rounding made zero, one or inf.
-        doubtful: Whether a constant of the line is 0, 1 or inf in half, and it is not known what was written.
+        doubtful: A constant that is 0, 1 or inf in half, in words, if it is not known what was written; empty if none.
         argument: The argument that the operation casts; empty if it is no such cast.
         where_gradient: Whether the fault only matters in the backward pass, which has a `where` that selects zeros.
         behind: The first inf or NaN made before, on which the operation depends although it reads none; empty if none.
@@ -61,7 +61,7 @@ class Symptoms:
     derivative: bool
     float8: str
     constants: Sequence[Lost]
-    doubtful: bool
+    doubtful: str
     argument: str
     where_gradient: bool
     behind: str
@@ -120,7 +120,7 @@ def diagnosis_of(found: Symptoms) -> str:
             return "; ".join([*causes, *lost, cure])
         is_opaque = primitive(name).op is Op.OPAQUE
         if fine is None and (is_opaque or (found.doubtful and (_divides_by_zero(cause) or cause == "0 * inf"))):
-            why = f"{name} can't be run in another dtype" if is_opaque else "a constant may be rounded"
+            why = f"{name} can't be run in another dtype" if is_opaque else f"{found.doubtful} may have been rounded"
             return "; ".join([*causes, f"cannot tell whether float32 fails too ({why}): trace the function in float32"])
         fails = "float32 fails too" if found.half else "the program is in float32 here"
         return "; ".join([*causes, f"{fails}: check the data or the model"])
@@ -207,8 +207,8 @@ def _cause(primitive: str, operands: tuple[float, ...], kind: str) -> str:
 # What the dataflow around a fault shows: constants, indices, derivatives, a softmax, a `where`.
 
 
-def constants_lost(flow: Flow, node: Node, original: Callable[[], TracedCall], ones: bool) -> tuple[list[Lost], bool]:
-    """The constants that rounding made zero or inf; and whether others that the operation reads may be some.
+def constants_lost(flow: Flow, node: Node, original: Callable[[], TracedCall], ones: bool) -> tuple[list[Lost], str]:
+    """The constants that rounding made zero or inf; and another that the operation reads, which may be one, in words.
 
     With `ones`, also those that became one and that the operation depends on, as 1 - 0.999 does.
     """
@@ -220,8 +220,8 @@ def constants_lost(flow: Flow, node: Node, original: Callable[[], TracedCall], o
     near = [lost for lost in found if id(lost.site.eqn) in here and (ones or abs(lost.value) != 1)]
     starts = lambda each: (row := primitive(each.site.name)).kernel and row.accumulates  # noqa: E731 - a scatter's sum
     matters = (each for each in nodes if each is node or not all(map(starts, flow.readers.get(each.writes[0], ()))))
-    unexplained = are_unexplained(each.site for each in matters if id(each.site.eqn) in here)
-    return near or [lost for lost in found if abs(lost.value) != 1], unexplained
+    doubtful = unexplained(each.site for each in matters if id(each.site.eqn) in here)
+    return near or [lost for lost in found if abs(lost.value) != 1], doubtful
 
 
 def index_out_of_bounds(flow: Flow, node: Node, ranges: Sequence[Any]) -> str:

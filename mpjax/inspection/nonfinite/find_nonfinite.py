@@ -289,7 +289,7 @@ def _examined(
     argument = "" if cast is None else program.name_of(cast)
     mask = program.replay.from_masks.get(fault)
     held = "" if mask is None else f" ({program.name_of(mask)} held -inf before the call)"
-    constants, unexplained = ([], False) if overflows else diagnosis.constants_lost(flow, node, original, not fine)
+    constants, doubtful = ([], "") if overflows else diagnosis.constants_lost(flow, node, original, not fine)
     if constants and not math.isfinite(program.point(fault, tuple(here["index"]), held=constants)[1]["value"]):
         constants = []  # A constant that half holds changes nothing.
     outside = (abs(float(np.ravel(c)[0])) for c in block.consts if is_half(c) and np.size(c) == 1)
@@ -312,7 +312,7 @@ def _examined(
         float8=out.dtype.name if out.dtype.name.startswith("float8") else "",
         constant=fault.is_constant,
         constants=constants,
-        doubtful=unexplained or (not overflows and any(c in (0, 1) for c in outside)),
+        doubtful=doubtful or ("a constant" if not overflows and any(c in (0, 1) for c in outside) else ""),
         where_gradient=_is_where_gradient(program),
         behind="" if behind is None else f"an inf or NaN made by {behind.name} at {behind.source}",
         float32_is_fine=float32_is_fine,
