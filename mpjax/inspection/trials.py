@@ -176,15 +176,16 @@ class Trial:
         caller: The tool, for error messages.
         loss: The loss function, under autocast or in float32.
         args: The arguments of the call.
+        rounds: Whether results that the program stores in half are rounded: not in a reference.
     """
 
-    def __init__(self, caller: str, loss: Loss, args: Sequence[Any]):
+    def __init__(self, caller: str, loss: Loss, args: Sequence[Any], rounds: bool = True):
         self.names: list[str] = []
         gradient = loss.gradient_at_any_scale(self.names)
         self._program = trace_to_run(caller, gradient, args, {"mpjax_loss_scale": np.float32(1)})
         self._scale = next(i for i, name in enumerate(self._program.names) if "mpjax_loss_scale" in name)
         self._block = laid_out(self._program)
-        self._evaluation = Eager(Probe(), wide=True, replace=Partial(_rounded))
+        self._evaluation = Eager(Probe(), wide=True, replace=Partial(_rounded) if rounds else None)
 
     @functools.cached_property
     def sites(self) -> list[Site]:

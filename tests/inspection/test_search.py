@@ -347,3 +347,17 @@ def test_a_loss_scale_that_flushes_gradients_is_no_reason_to_keep_modules():
         assert error == pytest.approx(expected, rel=0.2)
     assert found.error < 0.01 < found.error_before
     assert mpjax.search(loss, weights, x, budget=0.01, loss_scale=2.0**15).loss_scale is None
+
+
+def test_casts_of_the_code_itself_are_errors_too():
+    rng = np.random.default_rng(0)
+    w, x = rng.normal(size=(8, 8)).astype(np.float32), rng.normal(size=(4, 8)).astype(np.float32)
+
+    def loss(w, x, dtype="bfloat16"):
+        return jnp.mean(jnp.tanh(x.astype(dtype) @ w.astype(dtype)).astype(np.float32) ** 2)
+
+    found = mpjax.search(loss, w, x, budget=1e-4)
+    error = measures.relative_error([jax.grad(loss)(w, x)], [jax.grad(functools.partial(loss, dtype="float32"))(w, x)])
+    assert found.error_before == pytest.approx(error, rel=0.5)
+    assert not found.met
+    assert "casts of the code itself" in str(found)
