@@ -154,12 +154,12 @@ def of_constant(array: Any) -> Facts:
     return Facts(low=low, high=high, whole=whole, written=True)
 
 
-SMALL_INTEGERS = {np.dtype(name) for name in ("int8", "uint8", "int16", "uint16")}
+_SMALL_INTEGERS = {np.dtype(name) for name in ("int8", "uint8", "int16", "uint16")}
 
 
 def ends_of(dtype: Any) -> tuple[float, float]:
     """The least and the greatest number of a small integer dtype; infinite for others."""
-    limits = np.iinfo(dtype) if dtype in SMALL_INTEGERS else None
+    limits = np.iinfo(dtype) if dtype in _SMALL_INTEGERS else None
     return (-math.inf, math.inf) if limits is None else (float(limits.min), float(limits.max))
 
 

@@ -12,16 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.inspection.auditing.amplified import (
-    SMALL_INTEGERS,
-    SUMS,
-    Amplified,
-    Facts,
-    amplified,
-    ends_of,
-    exact_up_to,
-    terms_of,
-)
+from mpjax.inspection.auditing.amplified import SUMS, Amplified, Facts, amplified, ends_of, exact_up_to, terms_of
 from mpjax.inspection.auditing.constants import Lost, lost_constants, rounded, rounded_text
 from mpjax.inspection.auditing.scaled_gradients import repeats, scaling_risks
 from mpjax.inspection.reports import by_key
@@ -159,7 +150,7 @@ def _constants(node: Node, known: Callable[[Value], Facts]) -> Iterator[RiskySit
 
 
 def _is_small_integer(value: Value) -> bool:
-    return compat.is_shaped(value.aval) and value.aval.dtype in SMALL_INTEGERS
+    return compat.is_shaped(value.aval) and math.isfinite(ends_of(value.aval.dtype)[0])
 
 
 def _widened(flow: Flow) -> Iterable[Node]:
