@@ -11,6 +11,7 @@ from mpjax.casting.attention.division import AVERAGE, divided_last
 from mpjax.casting.attention.kernel import ATTENTION, is_sought
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
 from mpjax.casting.cross_entropy.prepare import without_logits
+from mpjax.casting.recompute import with_recomputed
 from mpjax.casting.setting import Setting
 from mpjax.program import derivative_rules
 
@@ -57,4 +58,4 @@ def _prepare(jaxpr: Any, setting: Setting) -> Prepared:
     if setting.rules.cross_entropy == "fused":
         jaxpr, written = without_logits(jaxpr, setting)
         refused += (("cross_entropy", *each) for each in written)
-    return Prepared(divided_last(jaxpr, setting), tuple(refused))
+    return Prepared(with_recomputed(divided_last(jaxpr, setting), setting), tuple(refused))

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, castable
 from mpjax.casting.plan import Action, Step
+from mpjax.casting.recompute import inside_of_call, is_cheap
 from mpjax.casting.setting import tracked
 from mpjax.casting.uses import STREAM_ADDITION, Use
 from mpjax.program import compat
@@ -80,27 +81,11 @@ class RematRegion:
         return list(dict.fromkeys(v for v, _ in self.outs))
 
 
-def is_cheap(eqn: Any) -> bool:
-    """Whether an equation may be recomputed."""
-    row = primitive(eqn.primitive.name)
-    if eqn.effects or row.backward.kept:
-        return False
-    if row.lookup:  # Cheap if it selects elements, as a loss does by its labels, rather than repeating them.
-        return compat.numel(eqn.outvars[0].aval) <= compat.numel(eqn.invars[0].aval)
-    if row.call:
-        return not any(eqn.params.get("donated_invars", ())) and all(map(is_cheap, _inside(eqn)))
-    return row.op not in (Op.ENTER, Op.OPAQUE)
-
-
-def _inside(eqn: Any) -> Sequence[Any]:
-    return compat.open_jaxpr(compat.call_jaxpr(eqn.params)).jaxpr.eqns
-
-
 def _saved(eqn: Any) -> Iterator[Any]:
     """The values that the derivative of an equation saves, approximately."""
     row = primitive(eqn.primitive.name)
     if row.call:
-        for inner in _inside(eqn):
+        for inner in inside_of_call(eqn):
             yield from _saved(inner)
     elif row.backward.saves is not Saves.NOTHING and any(map(tracked, eqn.outvars)):
         if row.scales and any(isinstance(v, compat.Literal) for v in eqn.invars):

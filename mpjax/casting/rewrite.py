@@ -22,6 +22,7 @@ from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, storage_of
 from mpjax.casting.plan import Action, Plan, Step
+from mpjax.casting.recompute import is_repeated
 from mpjax.casting.remat import RematRegion
 from mpjax.casting.scaled import cotangents_of
 from mpjax.casting.setting import FLOAT32, tracked
@@ -187,6 +188,11 @@ def _run_region(region: RematRegion, operands: Sequence[Any], plan: Plan) -> Seq
     barriers = _barriers(region, plan)
     packs: dict[int, Any] = {}
     with compat.in_scopes(region.scopes):
+        if isinstance(barriers, tuple) and any(is_repeated(step.eqn) for step in region.eqns):
+            # Part of a backward pass already: without the barrier that JAX would add, XLA would undo the repetition.
+            computed = [i for i, flag in enumerate(barriers) if flag]
+            held = jax.lax.optimization_barrier([arrays[i] for i in computed])
+            arrays = [*map(dict(zip(computed, held, strict=True)).get, range(len(arrays)), arrays)]
         if region.packs and not compat.under_jet():
             packs = kept(region.packs, operands)
             outs = _remembering(model, plan, barriers)(arrays, packs)

@@ -27,7 +27,7 @@ OUTSIDE = MARK + "outside"  # around such functions outside of scaled losses
 DIVIDED = "divided"  # gradients that mpjax divides by the loss scale
 NO_REGIONS = (SCALED, UPDATE, TRUE, OUTSIDE)
 FORWARD, BACKWARD, RECOMPUTED = "forward", "backward", "recomputed"
-_REMATTED = "rematted_computation"  # JAX's scope around the operations that a remat recomputes
+REMATTED = "rematted_computation"  # JAX's scope around the operations that a remat recomputes
 _TRANSFORM = re.compile(r"\b\w+\(")
 # Matches the mark in `transpose(jvp(mpjax.off))`, which is removed, and not the transformations, which stay.
 _MARKED = re.compile(re.escape(MARK) + r"\w+")
@@ -43,6 +43,11 @@ def _text(stack: Any) -> str:
 def scopes(eqn: Any) -> str:
     """The named scopes of an equation, as `Block_0/attention`."""
     return _text(eqn.source_info.name_stack)
+
+
+def is_backward(eqn: Any) -> bool:
+    """Whether an equation belongs to a backward pass, of which JAX's scopes tell."""
+    return "transpose(" in scopes(eqn)
 
 
 def join(*paths: str) -> str:
@@ -104,7 +109,7 @@ def module_of(eqn: Any) -> str:
 @functools.lru_cache(maxsize=4096)
 def phase_of(module: str) -> str:
     """The pass of a module path with the marks of transformations (JAX marks the backward pass `transpose`)."""
-    if _REMATTED in module:
+    if REMATTED in module:
         return RECOMPUTED
     return BACKWARD if "transpose(" in module else FORWARD
 
@@ -117,7 +122,7 @@ def path_of(module: str) -> str:
         name = _TRANSFORM.sub("", part).rstrip(")") if "(" in part else part
         if "jvp(" in part and (parts[:1] == [name] or (not name and module.startswith("transpose("))):
             parts = []  # The backward pass of a remat repeats the whole path.
-        if name and name != _REMATTED:
+        if name and name != REMATTED:
             parts.append(name)
     return "/".join(parts)
 

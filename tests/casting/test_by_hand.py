@@ -77,8 +77,7 @@ def test_a_gelu_of_negative_numbers_is_as_exact_as_by_hand(offset, wrap, dtype):
     kind, cast = Kind(wrap(loss), params, draw(64, 32)), functools.partial(mpjax.autocast, policy=f"mixed_{dtype}")
     assert error_of_by_hand(kind, cast, jnp.dtype(dtype)) <= 1.3
     if wrap is jax.checkpoint or SLOPES == 2:
-        most = 4.5 if wrap is jax.jit and offset else 1.3
-        assert error_of_by_hand(kind, cast, jnp.dtype(dtype), of_gradient=True) <= most
+        assert error_of_by_hand(kind, cast, jnp.dtype(dtype), of_gradient=True) <= 1.3
 
 
 def test_a_loss_is_the_same_with_and_without_its_gradient():
@@ -628,6 +627,28 @@ def test_the_knots_of_a_basis_are_not_rounded(name, dtype, of_gradient):
     cast = lambda fun: mpjax.autocast(fun, f"mixed_{dtype}")
     (error,) = mean_errors(loss, [*map(draw, range(4))], [cast], jnp.dtype(dtype), of_gradient)
     assert error <= 2.0
+
+
+# Functions whose slope is large where their result is moderate, in two forms.
+LARGE_SLOPES = {
+    "gelu": jax.nn.gelu,
+    "cube": lambda h: 1e-6 * h**3,
+    "product of three": lambda h: 1e-6 * (h * h * h),
+    "tanh of a cube": lambda h: h * jnp.tanh(1e-3 * h**3),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", LARGE_SLOPES)
+def test_a_backward_pass_in_the_program_reads_no_rounded_slopes(name, dtype):
+    """`3 h**2` of an input above 148 was handed to the backward pass in float16, as an infinity, and NaN followed."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    p = {"w": 30 * draw(32, 64), "v": draw(64, 8) / 3000}
+    loss = lambda p, x: jnp.mean((LARGE_SLOPES[name](x @ p["w"]) @ p["v"]) ** 2)
+    cast = lambda fun: mpjax.autocast(fun, f"mixed_{dtype}")
+    assert error_of_by_hand(Kind(loss, p, draw(64, 32)), cast, jnp.dtype(dtype), of_gradient=True) <= 1.1
 
 
 # Functions of a matmul's result that would round several times between two matmuls.

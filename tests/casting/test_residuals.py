@@ -75,3 +75,33 @@ def test_transposed_weights_do_not_end_a_region(residuals):
         _, pullback = jax.vjp(fun, w, x)
         kept.append(sorted(str(v.aval) for v in jax.tree.leaves(pullback) if v.shape[:1] == (16,)))
     assert kept[0] == kept[1]
+
+
+def normalised(x):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
+
+
+# Layers, and the arrays that their derivative reads apart from those that matmuls multiply and the gradient.
+LAYERS = {
+    "gelu": (jax.nn.gelu, 1),
+    "norm": (normalised, 1),
+    "norm of a gelu": (lambda h: normalised(jax.nn.gelu(h)), 1),
+    "gated": (lambda h: h * jnp.tanh(jax.nn.softplus(h)), 1),
+    "relu": (jax.nn.relu, 0),  # only a mask
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_backward_pass_in_the_program_computes_again_what_costs_little(name):
+    """`autocast(jax.grad(loss))` read up to four arrays for a GELU, and one of them in float32 for a norm."""
+    layer, arrays = LAYERS[name]
+    loss = lambda p, x: jnp.mean((layer(x @ p["in"]) @ p["out"]) ** 2)
+    p, x = {"in": jnp.eye(64), "out": jnp.eye(64)}, jnp.ones((128, 64))
+    program = jax.make_jaxpr(autocast(jax.grad(loss), "mixed_bfloat16"))(p, x).jaxpr
+    made = {v: eqn for eqn in program.eqns for v in eqn.outvars}
+    slope = next(eqn for eqn in program.eqns[::-1] if eqn.primitive.name == "remat2" and eqn.outvars[0].aval.size > 64)
+    sources = {id(made[v]): made[v] for v in slope.invars if v in made}.values()
+    held = [v for eqn in sources if eqn.primitive.name == "optimization_barrier" for v in eqn.invars]
+    whole = [v for v in held or slope.invars if v.aval.shape == x.shape and v.aval.dtype != bool]
+    assert [v.aval.dtype for v in whole] == [jnp.bfloat16] * (arrays + 1)

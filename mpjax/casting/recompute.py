@@ -1,0 +1,137 @@
+"""A backward pass that is part of the program computes again what costs little, instead of reading it.
+
+The derivative of a GELU, a norm or a dropout reads several arrays that the forward pass computes from one.
+`autocast(jax.grad(loss))` gets a program that hands all of them on, each of which would be stored, in half. Here the
+equations that make them are repeated before the backward pass's equation that reads them. They then belong to its
+rematerialisation region, which reads what they follow from, as that of `jax.grad(autocast(loss))` does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence, Set
+from typing import Any
+
+from mpjax.casting.setting import Setting, tracked
+from mpjax.casting.streams import has_matmuls
+from mpjax.program import compat
+from mpjax.program.dataflow import Dataflow, dataflow, variables
+from mpjax.program.graph import sub_jaxprs
+from mpjax.program.primitives import Op, primitive
+from mpjax.program.source import REMATTED, is_backward, scopes
+
+# A value is small beside another of so many times its elements: the statistics of a norm are read, not computed again.
+_SMALL = 8
+_MOST = 3  # roots of a value
+
+
+def is_cheap(eqn: Any) -> bool:
+    """Whether an equation may be recomputed."""
+    row = primitive(eqn.primitive.name)
+    if eqn.effects or row.backward.kept:
+        return False
+    if row.lookup:  # Cheap if it selects elements, as a loss does by its labels, rather than repeating them.
+        return compat.numel(eqn.outvars[0].aval) <= compat.numel(eqn.invars[0].aval)
+    if row.call:
+        return not any(eqn.params.get("donated_invars", ())) and all(map(is_cheap, inside_of_call(eqn)))
+    return row.op not in (Op.ENTER, Op.OPAQUE)
+
+
+def inside_of_call(eqn: Any) -> Sequence[Any]:
+    """The equations of a call."""
+    return compat.open_jaxpr(compat.call_jaxpr(eqn.params)).jaxpr.eqns
+
+
+def with_recomputed(jaxpr: Any, setting: Setting) -> Any:
+    """An open jaxpr in which the backward pass, if it has one, repeats cheap equations of the forward pass."""
+    if not setting.recompute or setting.folded or not any(map(is_backward, jaxpr.eqns)):
+        return jaxpr
+    return _recomputed(jaxpr)
+
+
+def is_repeated(eqn: Any) -> bool:
+    """Whether the backward pass repeats an equation."""
+    return REMATTED in scopes(eqn)
+
+
+def _recomputed(jaxpr: Any) -> Any:
+    flow, runs, kept = dataflow(jaxpr), _runs(jaxpr), _kept(jaxpr)
+    roots = _roots(jaxpr, kept)
+    eqns: list[Any] = []
+    repeated: dict[Any, Any] = {}  # in the current run; what is read in another would be stored
+
+    def is_worth(v: Any, run: int) -> bool:
+        """Whether a value of another run is repeated: to read what it follows from takes no more memory."""
+        maker = flow.maker(v)
+        if maker is None or runs[flow.place(maker)] == run or not tracked(v) or v in kept or v in repeated or v in roots[v]:
+            return False
+        of_inputs = bool(roots[v]) and all(flow.maker(w) is None for w in roots[v])
+        return not of_inputs and sum(compat.numel(w.aval) for w in roots[v] - kept) <= compat.numel(v.aval)
+
+    for i, eqn in enumerate(jaxpr.eqns):
+        repeated = repeated if i and runs[i] == runs[i - 1] else {}
+        if is_backward(eqn):
+            for v in variables(eqn.invars):
+                if is_worth(v, runs[i]):
+                    kept.update(roots[v])
+                    eqns.extend(_repetition(flow, roots[v], v, repeated))
+            eqn = _reading(eqn, repeated)
+        eqns.append(eqn)
+    return jaxpr.replace(eqns=eqns) if len(eqns) > len(jaxpr.eqns) else jaxpr
+
+
+def _repetition(flow: Dataflow, roots: Set[Any], v: Any, repeated: dict[Any, Any]) -> Iterator[Any]:
+    """The equations that make a value from its roots, once more, apart from those that are `repeated` already."""
+    makers = flow.made_by([v], lambda eqn: (w for w in _large(eqn, eqn.outvars[0]) if w not in roots))
+    for eqn in sorted(makers, key=flow.place):
+        if eqn.outvars[0] not in repeated:
+            renamed = [compat.new_variable(w) for w in eqn.outvars]
+            yield compat.in_scope(_reading(eqn, repeated), REMATTED).replace(outvars=renamed)
+            repeated.update(zip(eqn.outvars, renamed, strict=True))
+
+
+def _reading(eqn: Any, renamed: dict[Any, Any]) -> Any:
+    ins = [v if isinstance(v, compat.Literal) else renamed.get(v, v) for v in eqn.invars]
+    return eqn if ins == list(eqn.invars) else eqn.replace(invars=ins)
+
+
+def _runs(jaxpr: Any) -> list[int]:
+    """The number of matmuls, also in loops and calls, up to each equation."""
+    multiplies = (primitive(eqn.primitive.name).op is Op.ALLOW or _holds_matmuls(eqn) for eqn in jaxpr.eqns)
+    return [*itertools.accumulate(multiplies)]
+
+
+def _holds_matmuls(eqn: Any) -> bool:
+    return any(has_matmuls(sub.jaxpr) for sub in sub_jaxprs(eqn))
+
+
+def _kept(jaxpr: Any) -> set[Any]:
+    """The values that the backward pass reads in any case: inputs, operands of its matmuls, masks."""
+    kept = {*jaxpr.invars, *jaxpr.constvars}
+    for eqn in filter(is_backward, jaxpr.eqns):
+        kept.update(v for v in variables(eqn.invars) if not is_cheap(eqn) or not tracked(v))
+    return kept
+
+
+def _roots(jaxpr: Any, kept: Set[Any]) -> dict[Any, frozenset[Any]]:
+    """The large values from which each value follows by cheap equations: at most one that is not kept; or itself."""
+    roots = {v: frozenset({v}) for v in (*jaxpr.invars, *jaxpr.constvars)}
+    for eqn in jaxpr.eqns:
+        for v in eqn.outvars:
+            found = frozenset[Any]().union(*(roots[w] for w in _large(eqn, v)))
+            few = len(found) <= _MOST and len(found - kept) <= 1
+            follows = few and _is_repeatable(eqn) and all(_fits(w, v) for w in variables(eqn.invars))
+            roots[v] = found if follows else frozenset({v})
+    return roots
+
+
+def _is_repeatable(eqn: Any) -> bool:
+    return is_cheap(eqn) and not primitive(eqn.primitive.name).rule
+
+
+def _fits(operand: Any, v: Any) -> bool:
+    return compat.numel(operand.aval) <= compat.numel(v.aval)
+
+
+def _large(eqn: Any, v: Any) -> Iterator[Any]:
+    return (w for w in variables(eqn.invars) if compat.numel(w.aval) * _SMALL > compat.numel(v.aval))
