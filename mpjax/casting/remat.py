@@ -19,8 +19,8 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, castable
-from mpjax.casting.plan import Action, Step
+from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, castable, storage_of
+from mpjax.casting.plan import Action, Plan, Step
 from mpjax.casting.recompute import inside_of_call, is_cheap
 from mpjax.casting.setting import tracked
 from mpjax.casting.uses import STREAM_ADDITION, Use
@@ -216,11 +216,19 @@ def _reads_no_float(part: Sequence[Step]) -> bool:
 
 def _belongs(step: Step) -> bool:
     if step.action is Action.ENTER:
-        row = primitive(step.eqn.primitive.name)
-        folded = row.rule or all(plan.setting.folded for plan in step.plans)
-        return folded and row.call and is_cheap(step.eqn)
+        return _is_folded(step)
     # A sum of the residual stream reads float32, and not the half copies that a region would keep.
     return step.listing.op is not Op.OPAQUE and step.listing is not STREAM_ADDITION and is_cheap(step.eqn)
+
+
+def _is_folded(step: Step) -> bool:
+    """Whether a call may be part of a region."""
+    folded = _has_rule(step) or all(plan.setting.folded for plan in step.plans)
+    return folded and primitive(step.eqn.primitive.name).call and is_cheap(step.eqn)
+
+
+def _has_rule(step: Step) -> bool:
+    return primitive(step.eqn.primitive.name).rule
 
 
 def _unrounded(steps: Sequence[Step], inside: Set[Any]) -> list[Step]:
@@ -231,8 +239,9 @@ def _unrounded(steps: Sequence[Step], inside: Set[Any]) -> list[Step]:
     unrounded: set[Any] = set()
     found = []
     for step in steps:
-        if step.half and _is_arithmetic(step):
-            wide = not unrounded.isdisjoint(variables(step.eqn.invars)) or not inside.isdisjoint(step.outvars)
+        if _rounds(step):
+            reads = not unrounded.isdisjoint(variables(step.eqn.invars))
+            wide = not inside.isdisjoint(step.outvars) or (reads and (step.action is Action.BIND or _adds(step)))
             step = _in_float32(step) if wide else step
         if step.action is Action.BIND:
             outs = zip(step.outvars, step.outs, strict=True)
@@ -241,21 +250,51 @@ def _unrounded(steps: Sequence[Step], inside: Set[Any]) -> list[Step]:
     return found
 
 
+def _rounds(step: Step) -> bool:
+    """Whether a step computes element by element, in the dtype of its operands, and rounds one or its result."""
+    of_call = (storage for _, storage in step.all_reads) if step.action is Action.ENTER else ()
+    return _is_arithmetic(step) and (step.half or HALF in (*of_call, *(storage_of(x) for x in step.outs)))
+
+
 def _is_arithmetic(step: Step) -> bool:
-    """Whether a step computes element by element, in the dtype of its operands."""
+    """Whether a step computes element by element, in the dtype of its operands, or is a call of such steps."""
+    if step.action is Action.ENTER:
+        return _is_folded(step) and not step.closures and _is_elementwise(step)
     inferred = step.listing.op is Op.INFER and not (step.listing.entry or step.listing.region)
     return inferred and primitive(step.eqn.primitive.name).pointwise
 
 
+def _is_elementwise(step: Step) -> bool:
+    """Whether a step, or each of a call, computes element by element, or only moves or compares."""
+    if step.listing.entry or step.listing.region:
+        return False
+    row, inside = primitive(step.eqn.primitive.name), [each for plan in step.plans for each in plan.eqns]
+    return all(map(_is_elementwise, inside)) if row.call else row.pointwise or row.whole or row.compares
+
+
+def _adds(step: Step) -> bool:
+    """Whether a step adds, or one of a call."""
+    return primitive(step.eqn.primitive.name).adds or any(_adds(each) for plan in step.plans for each in plan.eqns)
+
+
 def _in_float32(step: Step) -> Step:
+    plans = (dataclasses.replace(plan, eqns=[*map(_in_float32, plan.eqns)]) for plan in step.plans)
     return dataclasses.replace(
         step,
-        reads=tuple(FULL if read == HALF else read for read in step.reads),
+        action=Action.BIND if step.plans else step.action,
+        inner=AsTraced(tuple(plans)) if step.plans else None,
+        reads=tuple(FULL if tracked(v) else TRACED for v in step.eqn.invars),
         outs=tuple(x and x._replace(storage=FULL) for x in step.outs),
-        why=f"{step.why}, rounded when it is stored",
+        why=f"{step.why}, rounded when it is stored" if _rounds(step) else step.why,
         half=False, broadcast=(), rounded_once=False,
         all_reads=tuple((v, FULL if read == HALF else read) for v, read in step.all_reads),
     )  # fmt: skip
+
+
+class AsTraced(NamedTuple):
+    """The plans of a call that runs as traced, for reports."""
+
+    plans: tuple[Plan, ...]
 
 
 class _Stretches:
@@ -300,15 +339,23 @@ class _Stretches:
         """
         if self.rounds:
             return list(run)
-        saved = {v for step in run for v, _ in saved_by(step)}
-        offsets = {id(step) for step in run if _is_arithmetic(step) and self._reads_one_activation(step)}
-        made = (v for step in run if step.half and _is_arithmetic(step) for v in step.outvars if v not in saved)
-        readers = {v: {*self.readers.get((v, HALF), ()), *self.readers.get((v, FULL), ())} for v in made}
+        saved = {v for step in run for v, storage in saved_by(step) if storage != Storage.MASK}
+        offsets: set[int] = set()
+        for step in reversed(run):
+            if _is_arithmetic(step) and self._reads_one(step):
+                # What is rounded before the call that ends a chain is as exact, if it does not add.
+                goes_on = all(self._readers(v) <= offsets for v in step.outvars)
+                offsets |= {id(step)} if step.action is Action.BIND or _adds(step) or goes_on else set()
+        made = (v for step in run if _rounds(step) for v in step.outvars if v not in saved)
+        readers = {v: self._readers(v) for v in made}
         return _unrounded(run, {v for v, reading in readers.items() if reading and reading <= offsets})
 
-    def _reads_one_activation(self, step: Step) -> bool:
-        read = {v for v in variables(step.eqn.invars) if v in self.values}
-        return sum(not castable(self.values[v]) for v in read) == 1
+    def _reads_one(self, step: Step) -> bool:
+        return len(self._activations(step)) == 1
+
+    def _activations(self, step: Step) -> Set[Any]:
+        """The values that a step reads and that do not follow from parameters and inputs alone."""
+        return {v for v in variables(step.eqn.invars) if v in self.values and not castable(self.values[v])}
 
     def _divided(self, run: Sequence[Step], saved: Sequence[list[Read]], least: int, most: int) -> list[Any] | None:
         """A run with a region that contains the steps from `least` to `most`; None if it saves no memory."""
@@ -321,6 +368,7 @@ class _Stretches:
             last = self._best_end(run, saved, results, first, most)
             if last == before:
                 break
+        last = self._end_of_chain(run, last)
         window = Window(self, run, saved, first, last)
         ins, outs = tuple(window.ins.items()), _outs(results, first, last)
         without = sum(map(self._size_unpacked, {read for reads in saved for read in reads}))
@@ -328,7 +376,10 @@ class _Stretches:
             return None
         inside = list(run[first : last + 1])
         if not self.rounds:
-            inside = _unrounded(inside, {v for step in inside for v in variables(step.eqn.invars)})
+            read = {v for step in inside for v in variables(step.eqn.invars)}
+            shifted = {v for step in inside if _adds(step) and self._reads_one(step) for v in self._activations(step)}
+            calls = {v for step in inside if step.action is Action.ENTER for v in step.outvars}
+            inside = _unrounded(inside, read - (calls - shifted))
         scopes = compat.common_scopes([step.eqn for step in inside])
         is_last = not any(self.uses.get(v, Use.NONE) & Use.ANY_HALF for v, _ in outs)
         region = RematRegion(inside, ins, tuple(self.is_input_value(v) for v, _ in ins), outs, scopes, is_last)
@@ -337,6 +388,21 @@ class _Stretches:
         except TypeError:  # a parameter without a hash
             region.model = region
         return [*self._sums(run[:first]), region, *self._sums(run[last + 1 :])]
+
+    def _end_of_chain(self, run: Sequence[Step], last: int) -> int:
+        """The end of a region, after offsets and factors of its last result that nothing else reads."""
+        (end,) = run[last].outvars[-1:]
+        for i in range(last + 1, len(run)):
+            found = self._activations(run[i])
+            if found and not (found == {end} and _is_arithmetic(run[i]) and self._readers(end) == {id(run[i])}):
+                break
+            if found:
+                (end,) = run[i].outvars
+                last = i if _adds(run[i]) else last
+        return last
+
+    def _readers(self, v: Any) -> Set[int]:
+        return {*self.readers.get((v, HALF), ()), *self.readers.get((v, FULL), ())}
 
     def _best_start(self, run: Sequence[Step], saved: Sequence[list[Read]], first: int, last: int) -> int:
         """The start that minimises the stored bytes of a region that ends at `last`.
@@ -418,7 +484,7 @@ def _signature(region: RematRegion) -> Any:
         return id(region)
 
     def how(step: Step) -> Any:
-        inner = () if step.inner is None else (*map(id, step.inner.plans), step.inner.convention)
+        inner = (*map(id, step.inner.plans), step.inner.convention) if step.action is Action.ENTER else ()
         return step.action, step.reads, step.outs, step.broadcast, step.rounded_once, step.biases, step.half, inner
 
     storages = tuple(storage for _, storage in (*region.ins, *region.outs))

@@ -130,6 +130,11 @@ OFFSETS = {
     "numbers": lambda h, p: (0.1 * h + 50 - 49) * 3,
     "after a region": lambda h, p: jnp.tanh(h) + p["mean"] - p["other"],
     "joined to another": lambda h, p: jnp.concatenate([h + p["mean"] - p["other"], h], axis=1)[:, 16:48],
+    "in a call": lambda h, p: jax.jit(jnp.add)(h, p["mean"]) - p["other"],
+    "in two calls": lambda h, p: jax.jit(jnp.subtract)(jax.jit(jnp.add)(h, p["mean"]), p["other"]),
+    "around a rule": lambda h, p: jax.nn.relu(h + p["mean"]) - p["other"],
+    "around a choice": lambda h, p: jnp.where(h + p["mean"] > 40, h + p["mean"], 40) - p["other"],
+    "after a region with a call": lambda h, p: jnp.clip(h + p["mean"], 40, 60) - p["other"],
 }
 
 
