@@ -20,7 +20,7 @@ from mpjax.program.graph import sub_jaxprs
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import REMATTED, is_backward, scopes
 
-# A value is small beside another of so many times its elements: the statistics of a norm are read, not computed again.
+# A value is small beside a result of so many times its elements: the statistics of a norm are read, not computed again.
 _SMALL = 8
 _MOST = 3  # roots of a value
 
@@ -63,7 +63,8 @@ def _recomputed(jaxpr: Any) -> Any:
     def is_worth(v: Any, run: int) -> bool:
         """Whether a value of another run is repeated: to read what it follows from takes no more memory."""
         maker = flow.maker(v)
-        if maker is None or runs[flow.place(maker)] == run or not tracked(v) or v in kept or v in repeated or v in roots[v]:
+        is_new = v not in kept and v not in repeated and v not in roots[v]
+        if maker is None or runs[flow.place(maker)] == run or not (is_new and tracked(v)):
             return False
         of_inputs = bool(roots[v]) and all(flow.maker(w) is None for w in roots[v])
         return not of_inputs and sum(compat.numel(w.aval) for w in roots[v] - kept) <= compat.numel(v.aval)
@@ -82,7 +83,7 @@ def _recomputed(jaxpr: Any) -> Any:
 
 def _repetition(flow: Dataflow, roots: Set[Any], v: Any, repeated: dict[Any, Any]) -> Iterator[Any]:
     """The equations that make a value from its roots, once more, apart from those that are `repeated` already."""
-    makers = flow.made_by([v], lambda eqn: (w for w in _large(eqn, eqn.outvars[0]) if w not in roots))
+    makers = flow.made_by([v], lambda eqn: (w for w in _large(eqn) if w not in roots))
     for eqn in sorted(makers, key=flow.place):
         if eqn.outvars[0] not in repeated:
             renamed = [compat.new_variable(w) for w in eqn.outvars]
@@ -117,21 +118,28 @@ def _roots(jaxpr: Any, kept: Set[Any]) -> dict[Any, frozenset[Any]]:
     """The large values from which each value follows by cheap equations: at most one that is not kept; or itself."""
     roots = {v: frozenset({v}) for v in (*jaxpr.invars, *jaxpr.constvars)}
     for eqn in jaxpr.eqns:
+        found = frozenset[Any]().union(*(roots[v] for v in _large(eqn)))
+        few = len(found) <= _MOST and len(found - kept) <= 1
+        follows = few and _is_repeatable(eqn)
         for v in eqn.outvars:
-            found = frozenset[Any]().union(*(roots[w] for w in _large(eqn, v)))
-            few = len(found) <= _MOST and len(found - kept) <= 1
-            follows = few and _is_repeatable(eqn) and all(_fits(w, v) for w in variables(eqn.invars))
-            roots[v] = found if follows else frozenset({v})
+            roots[v] = found if follows and not _is_small(v, eqn) else frozenset({v})
     return roots
 
 
 def _is_repeatable(eqn: Any) -> bool:
-    return is_cheap(eqn) and not primitive(eqn.primitive.name).rule
+    """Whether an equation is cheap, and its results take as much memory as what it reads."""
+    grows = all(compat.numel(v.aval) <= _size(eqn) for v in variables(eqn.invars))
+    return grows and is_cheap(eqn) and not primitive(eqn.primitive.name).rule
 
 
-def _fits(operand: Any, v: Any) -> bool:
-    return compat.numel(operand.aval) <= compat.numel(v.aval)
+def _large(eqn: Any) -> Iterator[Any]:
+    """The operands of an equation apart from small ones."""
+    return (v for v in variables(eqn.invars) if not _is_small(v, eqn))
 
 
-def _large(eqn: Any, v: Any) -> Iterator[Any]:
-    return (w for w in variables(eqn.invars) if compat.numel(w.aval) * _SMALL > compat.numel(v.aval))
+def _is_small(v: Any, eqn: Any) -> bool:
+    return compat.numel(v.aval) * _SMALL <= _size(eqn)
+
+
+def _size(eqn: Any) -> int:
+    return max((compat.numel(v.aval) for v in eqn.outvars), default=0)
