@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpjax.program import compat
-from mpjax.program.dataflow import Dataflow, dataflow
+from mpjax.program.dataflow import Dataflow, dataflow, once_per_jaxpr
 from mpjax.program.graph import sub_jaxprs
 from mpjax.program.host import bind_on_host
 from mpjax.program.primitives import primitive
@@ -37,7 +37,7 @@ def cancels(jaxpr: Any, eqn: Any, at_one_end: bool) -> bool:
         number = _number(other)
         if number and not isinstance(v, compat.Literal):
             wanted = number if eqn.primitive.name == "sub" else -number
-            near = (_near(_value(dataflow(jaxpr), v, {}, _DEEP, at), wanted) for at in (0.0, np.inf, -np.inf))
+            near = (_near(values.of(v, _DEEP), wanted) for values in _values(jaxpr))
             return next(near) or (any(near) if at_one_end else all(near))
     return False
 
@@ -51,6 +51,11 @@ def is_centred(jaxpr: Any, v: Any) -> bool:
     others = [w for eqn in flow.readers.get(v, ()) if eqn.primitive.name == "sub" for w in eqn.invars if w is not v]
     between = ([primitive(eqn.primitive.name) for eqn in flow.between(v, w)] for w in others)
     return any(any(x.risk == "sum" for x in rows) and not any(x.backward.kept for x in rows) for rows in between)
+
+
+@once_per_jaxpr
+def _values(jaxpr: Any) -> list[_Values]:
+    return [_Values(dataflow(jaxpr), {}, at) for at in (0.0, np.inf, -np.inf)]
 
 
 def _near(found: float | None, number: float) -> bool:
@@ -73,30 +78,42 @@ def _kind(v: Any) -> str:
     return kind if kind in "fiub" else ""
 
 
-def _value(flow: Dataflow, v: Any, env: dict[Any, float | None], depth: int, at: float) -> float | None:
-    """The value of a variable where all that is not computed element by element is `at`; None if not known."""
-    if isinstance(v, compat.Literal):
-        return _scalar(v)
-    eqn = flow.maker(v)
-    if eqn is None:
-        return env.get(v, at)
-    row = primitive(eqn.primitive.name)
-    if not (row.pointwise or row.whole or row.call):
-        return at
-    if not depth or not _kind(v) or (np.isinf(at) and _kind(v) != "f"):
-        return None
-    operands = [_value(flow, x, env, depth - 1, at) for x in eqn.invars]
-    if row.whole:
-        return operands[0]
-    if row.call:
-        (inner,) = sub_jaxprs(eqn)
-        opened = inner.opened
-        inside = dict(zip(opened.invars, operands, strict=True))
-        out = opened.outvars[eqn.outvars.index(v)]
-        return _value(dataflow(opened), out, inside, depth - 1, at)
-    known = zip(operands, eqn.invars, strict=True)
-    if any(y is None or (np.isinf(y) and _kind(x) != "f") for y, x in known):
-        return None
-    arrays = [np.asarray(y, x.aval.dtype) for y, x in zip(operands, eqn.invars, strict=True)]
-    found = bind_on_host(eqn, arrays, wide=False)
-    return float(found[0]) if found and found[0] is not None and np.ndim(found[0]) == 0 else None
+class _Values:
+    """The values of variables where all that is not computed element by element is `at`; None if not known."""
+
+    def __init__(self, flow: Dataflow, env: dict[Any, float | None], at: float):
+        self.flow, self.env, self.at = flow, env, at
+        self.known: dict[tuple[Any, int], float | None] = {}  # Several paths lead to a value that is read again.
+
+    def of(self, v: Any, depth: int) -> float | None:
+        """The value of a variable, after at most `depth` operations."""
+        if isinstance(v, compat.Literal):
+            return _scalar(v)
+        if (v, depth) not in self.known:
+            self.known[v, depth] = self._of(v, depth)
+        return self.known[v, depth]
+
+    def _of(self, v: Any, depth: int) -> float | None:
+        eqn, at = self.flow.maker(v), self.at
+        if eqn is None:
+            return self.env.get(v, at)
+        row = primitive(eqn.primitive.name)
+        if not (row.pointwise or row.whole or row.call):
+            return at
+        if not depth or not _kind(v) or (np.isinf(at) and _kind(v) != "f"):
+            return None
+        operands = [self.of(x, depth - 1) for x in eqn.invars]
+        if row.whole:
+            return operands[0]
+        if row.call:
+            (inner,) = sub_jaxprs(eqn)
+            opened = inner.opened
+            inside = dict(zip(opened.invars, operands, strict=True))
+            out = opened.outvars[eqn.outvars.index(v)]
+            return _Values(dataflow(opened), inside, at).of(out, depth - 1)
+        known = zip(operands, eqn.invars, strict=True)
+        if any(y is None or (np.isinf(y) and _kind(x) != "f") for y, x in known):
+            return None
+        arrays = [np.asarray(y, x.aval.dtype) for y, x in zip(operands, eqn.invars, strict=True)]
+        found = bind_on_host(eqn, arrays, wide=False)
+        return float(found[0]) if found and found[0] is not None and np.ndim(found[0]) == 0 else None

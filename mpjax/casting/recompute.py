@@ -44,9 +44,12 @@ def inside_of_call(eqn: Any) -> Sequence[Any]:
 
 def with_recomputed(jaxpr: Any, setting: Setting) -> Any:
     """An open jaxpr in which the backward pass, if it has one, repeats cheap equations of the forward pass."""
-    if not setting.recompute or setting.folded or not any(map(is_backward, jaxpr.eqns)):
+    if not setting.recompute or setting.folded:
         return jaxpr
-    return _recomputed(jaxpr)
+    last = next((i for i, eqn in reversed([*enumerate(jaxpr.eqns)]) if is_backward(eqn)), -1)
+    before, after = jaxpr.eqns[: last + 1], jaxpr.eqns[last + 1 :]  # An optimizer follows.
+    eqns = _recomputed(jaxpr, before)
+    return jaxpr.replace(eqns=[*eqns, *after]) if len(eqns) > len(before) else jaxpr
 
 
 def is_repeated(eqn: Any) -> bool:
@@ -54,22 +57,23 @@ def is_repeated(eqn: Any) -> bool:
     return REMATTED in scopes(eqn)
 
 
-def _recomputed(jaxpr: Any) -> Any:
-    flow, runs, kept = dataflow(jaxpr), _runs(jaxpr), _kept(jaxpr)
-    roots = _roots(jaxpr, kept)
+def _recomputed(jaxpr: Any, before: Sequence[Any]) -> list[Any]:
+    flow, runs, kept = dataflow(jaxpr), _runs(before), {*jaxpr.invars, *jaxpr.constvars, *_kept(before)}
+    roots = _roots(before, kept)
     eqns: list[Any] = []
     repeated: dict[Any, Any] = {}  # in the current run; what is read in another would be stored
 
     def is_worth(v: Any, run: int) -> bool:
         """Whether a value of another run is repeated: to read what it follows from takes no more memory."""
         maker = flow.maker(v)
-        is_new = v not in kept and v not in repeated and v not in roots[v]
-        if maker is None or runs[flow.place(maker)] == run or not (is_new and tracked(v)):
+        if maker is None or v in kept or v in repeated or v in roots[v]:
+            return False
+        if runs[flow.place(maker)] == run or not tracked(v):
             return False
         of_inputs = bool(roots[v]) and all(flow.maker(w) is None for w in roots[v])
         return not of_inputs and sum(compat.numel(w.aval) for w in roots[v] - kept) <= compat.numel(v.aval)
 
-    for i, eqn in enumerate(jaxpr.eqns):
+    for i, eqn in enumerate(before):
         repeated = repeated if i and runs[i] == runs[i - 1] else {}
         if is_backward(eqn):
             for v in variables(eqn.invars):
@@ -78,7 +82,7 @@ def _recomputed(jaxpr: Any) -> Any:
                     eqns.extend(_repetition(flow, roots[v], v, repeated))
             eqn = _reading(eqn, repeated)
         eqns.append(eqn)
-    return jaxpr.replace(eqns=eqns) if len(eqns) > len(jaxpr.eqns) else jaxpr
+    return eqns
 
 
 def _repetition(flow: Dataflow, roots: Set[Any], v: Any, repeated: dict[Any, Any]) -> Iterator[Any]:
@@ -96,9 +100,9 @@ def _reading(eqn: Any, renamed: dict[Any, Any]) -> Any:
     return eqn if ins == list(eqn.invars) else eqn.replace(invars=ins)
 
 
-def _runs(jaxpr: Any) -> list[int]:
+def _runs(eqns: Sequence[Any]) -> list[int]:
     """The number of matmuls, also in loops and calls, up to each equation."""
-    multiplies = (primitive(eqn.primitive.name).op is Op.ALLOW or _holds_matmuls(eqn) for eqn in jaxpr.eqns)
+    multiplies = (primitive(eqn.primitive.name).op is Op.ALLOW or _holds_matmuls(eqn) for eqn in eqns)
     return [*itertools.accumulate(multiplies)]
 
 
@@ -106,19 +110,17 @@ def _holds_matmuls(eqn: Any) -> bool:
     return any(has_matmuls(sub.jaxpr) for sub in sub_jaxprs(eqn))
 
 
-def _kept(jaxpr: Any) -> set[Any]:
-    """The values that the backward pass reads in any case: inputs, operands of its matmuls, masks."""
-    kept = {*jaxpr.invars, *jaxpr.constvars}
-    for eqn in filter(is_backward, jaxpr.eqns):
-        kept.update(v for v in variables(eqn.invars) if not is_cheap(eqn) or not tracked(v))
-    return kept
+def _kept(eqns: Sequence[Any]) -> set[Any]:
+    """The values that a backward pass reads in any case: operands of its matmuls, masks."""
+    read = ((eqn, variables(eqn.invars)) for eqn in eqns if is_backward(eqn))
+    return {v for eqn, vs in read for v in vs if not tracked(v) or not is_cheap(eqn)}
 
 
-def _roots(jaxpr: Any, kept: Set[Any]) -> dict[Any, frozenset[Any]]:
+def _roots(eqns: Sequence[Any], kept: Set[Any]) -> dict[Any, frozenset[Any]]:
     """The large values from which each value follows by cheap equations: at most one that is not kept; or itself."""
-    roots = {v: frozenset({v}) for v in (*jaxpr.invars, *jaxpr.constvars)}
-    for eqn in jaxpr.eqns:
-        found = frozenset[Any]().union(*(roots[v] for v in _large(eqn)))
+    roots: dict[Any, frozenset[Any]] = {}
+    for eqn in eqns:
+        found = frozenset[Any]().union(*(roots.get(v, {v}) for v in _large(eqn)))
         few = len(found) <= _MOST and len(found - kept) <= 1
         follows = few and _is_repeatable(eqn)
         for v in eqn.outvars:
