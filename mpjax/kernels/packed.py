@@ -26,7 +26,7 @@ from jax.extend.core import Primitive
 
 from mpjax.kernels import staging, weight_gradients
 from mpjax.kernels.derivatives import define, set_derivative, set_no_derivative
-from mpjax.kernels.rounding import fraction, mixed, random_bits
+from mpjax.kernels.rounding import integers, mixed, random_bits
 from mpjax.program import compat
 
 _SHORTEST_ROW = 16
@@ -177,7 +177,7 @@ def _elements(x: Any, exponents: Any, *, packing: Packing) -> Any:
     if packing.dtype == np.int8:
         # NaN becomes the largest number of a block whose other elements are 0, which unpacks to infinity.
         sizes = jnp.where(jnp.isnan(sizes), np.float32(packing.most), sizes)
-        sizes = jnp.round(sizes) if bits is None else jnp.floor(sizes + fraction(bits))
+        sizes = jnp.round(sizes) if bits is None else integers(sizes, bits)
         elements = jnp.minimum(sizes, np.float32(packing.most)).astype(np.int8)
         return jnp.where(is_negative, -elements, elements)
     word = lax.bitcast_convert_type((sizes / _FLOAT16).astype(np.float16), np.uint16)

@@ -58,6 +58,12 @@ def fraction(bits: jax.Array) -> jax.Array:
     return (bits >> np.uint32(8)).astype(jnp.float32) * np.float32(2**-24)
 
 
+def integers(x: jax.Array, bits: jax.Array) -> jax.Array:
+    """Rounds float32 up or down to an integer at random, so that the mean is `x`. Integers are unchanged."""
+    below = jnp.floor(x)
+    return below + (fraction(bits) < x - below).astype(jnp.float32)
+
+
 @functools.partial(jax.jit, static_argnums=1, inline=True)
 def round_stochastically(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array:
     """Rounds up or down at random so that the mean of the result is `x`.
@@ -75,12 +81,7 @@ def round_stochastically(x: jax.Array, dtype: Any, bits: jax.Array) -> jax.Array
         Array of `dtype`.
     """
     low = bits & np.uint32((1 << _dropped(dtype)) - 1)
-    share = fraction(bits)
-
-    def round_subnormal(y: jax.Array) -> jax.Array:
-        return jnp.floor(y) + (share < y - jnp.floor(y)).astype(jnp.float32)
-
-    return _rounded(x, dtype, lambda _: low, round_subnormal)
+    return _rounded(x, dtype, lambda _: low, lambda y: integers(y, bits))
 
 
 @functools.partial(jax.jit, static_argnums=1, inline=True)
