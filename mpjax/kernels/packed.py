@@ -1,7 +1,8 @@
 """Arrays kept for the backward pass in eight bits: int8 or float8, and a power of two for each block of a row.
 
-float8 has three bits of exponent and four of mantissa, no infinity and no NaN, and is stored as uint8. The exponents
-of blocks have the range, so a bit of mantissa is worth more than one of exponent: e4m3 rounds twice as coarsely.
+float8 has five bits of mantissa in the two largest of its seven binades, four in the next two and three in the others,
+no infinity and no NaN, and is stored as uint8. The exponents of blocks have the range, and most of the norm of a block
+is in its two largest binades: three bits of exponent and four of mantissa round these twice as coarsely.
 
 A function whose derivative reads packed operands computes its results from the operands themselves, so the forward pass
 is the same bit for bit. The derivative unpacks them under `jax.checkpoint`: only the packed form is stored.
@@ -34,8 +35,10 @@ _LONGEST_BLOCK = 32  # A longer one loses small elements beside a large one.
 _LEAST, _MOST = np.int32(-126), np.int32(127)
 _BIAS = np.int32(127)  # of float32's exponent
 _MANTISSA_BITS = np.int32(23)
-# The bits of float8 are among those of a float16 that is 2^12 times smaller.
-_FLOAT16, _DROPPED, _SIGN = np.float32(2.0**12), 6, 128
+_SIGN = 128
+# A float8, as the bits of a float16 that is 2^12 times smaller, is the least of lines: the larger it is, the fewer bits
+# of mantissa are dropped. Of each line, these bits and the start.
+_FLOAT16, _LINES = np.float32(2.0**12), ((7, 0), (6, 2048), (5, 4096))
 
 
 class Packing(NamedTuple):
@@ -51,12 +54,13 @@ class Packing(NamedTuple):
 
     dtype: np.dtype
     top: int
-    most: int
+    most: float
     stochastic: bool = False
 
 
-# float8 rounds each element by up to 1/32 of its value; int8 rounds all of a block by up to 1/128 of the largest.
-PACKINGS = {"float8": Packing(np.dtype(np.uint8), 4, 31), "int8": Packing(np.dtype(np.int8), 6, 127)}
+# float8 rounds each element by up to 1/64 of its value (of small ones, 1/16); int8 rounds all of a block by up to 1/128
+# of the largest.
+PACKINGS = {"float8": Packing(np.dtype(np.uint8), 4, 31.5), "int8": Packing(np.dtype(np.int8), 6, 127)}
 PACKINGS |= {f"{name}_stochastic": packing._replace(stochastic=True) for name, packing in PACKINGS.items()}
 _WORDS = np.array([0x9E3779B9, 0x85EBCA6B], np.uint32)  # any two
 
@@ -174,16 +178,16 @@ def _elements(x: Any, exponents: Any, *, packing: Packing) -> Any:
     sizes = lax.bitcast_convert_type(magnitude, x.dtype).astype(np.float32)
     bits = _bits(sizes) if packing.stochastic else None
     sizes = sizes * _powers_of_two(-exponents.astype(np.int32), x.shape)
-    if packing.dtype == np.int8:
-        # NaN becomes the largest number of a block whose other elements are 0, which unpacks to infinity.
-        sizes = jnp.where(jnp.isnan(sizes), np.float32(packing.most), sizes)
-        sizes = jnp.round(sizes) if bits is None else integers(sizes, bits)
-        elements = jnp.minimum(sizes, np.float32(packing.most)).astype(np.int8)
-        return jnp.where(is_negative, -elements, elements)
-    word = lax.bitcast_convert_type((sizes / _FLOAT16).astype(np.float16), np.uint16)
-    noise = (word >> _DROPPED & 1) + 31 if bits is None else (bits >> 26).astype(np.uint16)
-    elements = jnp.minimum(word + noise >> _DROPPED, _SIGN - 1).astype(np.uint8)
-    return jnp.where(is_negative & (elements > 0), elements | _SIGN, elements)
+    if packing.dtype == np.uint8:
+        word = lax.bitcast_convert_type((sizes / _FLOAT16).astype(np.float16), np.uint16).astype(np.float32)
+        steps = [(word - np.float32(start)) / np.float32(1 << shift) for shift, start in _LINES]
+        sizes = functools.reduce(jnp.maximum, steps)
+    else:  # NaN becomes the largest number of a block whose other elements are 0, which unpacks to infinity.
+        sizes = jnp.where(jnp.isnan(sizes), np.float32(_SIGN), sizes)
+    sizes = jnp.round(sizes) if bits is None else integers(sizes, bits)
+    elements = jnp.minimum(sizes, np.float32(_SIGN - 1)).astype(packing.dtype)
+    negative = elements | _SIGN if packing.dtype == np.uint8 else -elements
+    return jnp.where(is_negative & (elements != 0), negative, elements)
 
 
 packed_exponents = Primitive("packed_exponents")
@@ -205,7 +209,8 @@ def unpack(packed: Packed, dtype: Any) -> Any:
     if elements.dtype == np.uint8:
         # Few operations: XLA writes float32 in place of fusing many with their readers. The factor is no constant, by
         # which XLA would multiply a power of two first, to infinity.
-        word = (elements & (_SIGN - 1)).astype(np.int16) << _DROPPED
+        size = (elements & (_SIGN - 1)).astype(np.int16)
+        word = functools.reduce(jnp.minimum, [(size << shift) + np.int16(start) for shift, start in _LINES])
         factor = jnp.where(elements < _SIGN, _FLOAT16, -_FLOAT16)
         numbers = lax.bitcast_convert_type(word, np.float16).astype(np.float32) * factor
     else:

@@ -610,11 +610,13 @@ def _restored(eqn: Any, x: Array, kept: Array, exponents: Array | None = None) -
     return kept * np.repeat(np.ldexp(1.0, exponents), kept.shape[-1] // exponents.shape[-1], axis=-1)
 
 
+# Between numbers of 8 bits with a sign: 8, 8, 8, 16, 16, 32 and 32 in binades from 1/4 on, and 8 below these.
+_STEPS = np.repeat(2.0 ** np.array([-5, -5, -4, -3, -3, -2, -2, -1]), [8, 8, 8, 8, 16, 16, 32, 32])
+
+
 def _float8_of_bits(word: Array) -> Array:
-    """Numbers with a bit of sign, three of exponent and four of mantissa."""
-    exponent, mantissa = word >> 4 & 7, word & 15
-    number = np.where(exponent > 0, 16.0 + mantissa, mantissa)
-    return np.where(word > 127, -number, number) * 2.0 ** (np.maximum(exponent, 1) - 7.0)
+    number = (np.cumsum(_STEPS) - _STEPS)[word & 127]
+    return np.where(word > 127, -number, number)
 
 
 def _float8_scale(eqn: Any, x: Array) -> Array:

@@ -22,8 +22,8 @@ from testing.random_programs.evaluate import in_numpy
 
 FORMATS = tuple(PACKINGS)
 UNPACKED = pytest.mark.filterwarnings("ignore:.*keeps nothing of this program in eight bits")
-# Of the norm of normally distributed elements: 4 bits of mantissa; 6 to 7 bits of the largest of 32.
-ROUNDING = {"float8": 0.02, "int8": 0.01, "float8_stochastic": 0.03, "int8_stochastic": 0.016}
+# Of the norm of normally distributed elements: 5 bits of mantissa; 6 to 7 bits of the largest of 32.
+ROUNDING = {"float8": 0.01, "int8": 0.01, "float8_stochastic": 0.016, "int8_stochastic": 0.016}
 
 
 def normal(*shape, scale=1.0, seed=0):
@@ -103,7 +103,7 @@ def test_large_and_small_numbers_of_the_dtype_stay_finite_and_apart_from_zero(na
         np.testing.assert_allclose(np.asarray(found, np.float64), number, rtol=1 / 16)
 
 
-@pytest.mark.parametrize(("name", "error"), [("float8", 0.02), ("int8", 0.15)])
+@pytest.mark.parametrize(("name", "error"), [("float8", 0.04), ("int8", 0.15)])
 def test_elements_beside_one_that_is_a_hundred_times_larger(name, error):
     """float8's exponent keeps them."""
     x = normal(64, 256).astype(jnp.bfloat16)
@@ -114,7 +114,7 @@ def test_elements_beside_one_that_is_a_hundred_times_larger(name, error):
 
 @pytest.mark.parametrize("name", ["int8_stochastic", "float8_stochastic"])
 def test_stochastic_rounding_has_no_bias_and_repeats(name):
-    step = 1 / 64 if name == "int8_stochastic" else 1 / 16
+    step = 1 / 64 if name == "int8_stochastic" else 1 / 32
     x = np.full((1024, 64), 1 + step / 4, np.float16)
     x[:, 0] = 1.98
     packed = [unpack(pack(x, PACKINGS[each]), jnp.float32) for each in (name, name, name.removesuffix("_stochastic"))]
@@ -130,6 +130,15 @@ def test_stochastic_rounding_keeps_exact_numbers(name):
     """Four in a million were rounded up: float32 does not hold the sum of 64 and almost 1."""
     x = np.full((1 << 15, 64), 1.0, jnp.bfloat16)
     assert (np.asarray(packed_and_unpacked(x, name)) == x).all()
+
+
+def test_float8_has_more_bits_of_mantissa_for_large_elements():
+    """Each of its numbers stays as it is, beside one that sets the scale of its block."""
+    bits = [5, 5, 4, 4, 3, 3, 3]
+    numbers = [2.0**-k * (1 + i / 2**n) for k, n in enumerate(bits) for i in range(2**n)] + [i / 512 for i in range(8)]
+    blocks = np.concatenate([np.full((len(numbers), 1), 1.0), np.repeat(np.array(numbers)[:, None], 31, 1)], 1)
+    x = (blocks * [[-1, 1] * 16]).astype(np.float16)
+    np.testing.assert_array_equal(packed_and_unpacked(x, "float8"), x)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])

@@ -39,9 +39,6 @@ LAYERS = """
 """.split()
 # Convolutions only, and one that needs two devices to trace.
 WITHOUT_FLOAT8 = "linen_unet conv_pooling pmap_replicas".split()
-# What is kept in eight bits is most of their errors, which are small by hand: one matmul of a sum over all steps, and a
-# SiLU that is recomputed from its argument.
-CLOSE_BY_HAND = "scan_lstm map_over_heads".split()
 # Loops carry some scalars in addition to arrays: a counter, a flag, a loss.
 SCALARS = 64
 
@@ -119,10 +116,9 @@ def test_float8_matmuls_of_all_programs(name, float8):
 @pytest.mark.parametrize("residuals", ["int8", "float8"])
 @pytest.mark.parametrize("name", [*LAYERS, "equinox_mlp", "straight_through", "map_over_heads", "switch_experts"])
 def test_gradients_from_residuals_in_eight_bits(name, residuals):
-    """With three bits of mantissa, float8 had 4.0 times the error of by hand in the median, and 7.1 at most."""
+    """With four bits of mantissa for all elements, float8 had up to 3.6 times the error of by hand."""
     cast = functools.partial(autocast, rules=Rules(residuals=residuals))
-    limit = (3.7 if name in CLOSE_BY_HAND else 3.0) * evaluated.error_by_hand(name, "bfloat16")
-    assert evaluated.gradient_error(name, cast, "bfloat16") <= limit
+    assert evaluated.gradient_error(name, cast, "bfloat16") <= 2.5 * evaluated.error_by_hand(name, "bfloat16")
 
 
 @pytest.mark.parametrize(
