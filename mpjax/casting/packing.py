@@ -66,7 +66,7 @@ def _reads(part: Step | RematRegion) -> Sequence[Read]:
 def formats_of_packs(part: Step | RematRegion) -> dict[Any, str]:
     """What the derivative of a part keeps in fewer bits, and in which format."""
     reads = _reads(part) if part.packs else ()
-    return {reads[i][0]: format for i, format in part.packs.items()}
+    return {reads[i][0]: format for i, format in part.packs.items() if format}
 
 
 def mark_packed(parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferred], jaxpr: Any, format: str) -> int:
@@ -79,22 +79,25 @@ def mark_packed(parts: Sequence[Step | RematRegion], values: Mapping[Any, Inferr
         format: The name of the packing.
 
     Returns:
-        The number of operands.
+        The number of operands in the format.
     """
     kept = {v for part in parts for v in _kept_in_half(part, jaxpr)}
-    count = 0
     for part in parts:
         reads = _reads(part) if part.packs else ()
         states = [i for i in part.packs if _fits(v := reads[i][0]) and v not in kept and _may_pack(part, v, jaxpr)]
         found = [i for i, v in _places(part, jaxpr) if v not in kept and _is_activation(v, values)]
         part.packs.update(dict.fromkeys((*states, *found), format))
-        count += len(states) + len(found)
     others = [part for part in parts if isinstance(part, RematRegion) or not _is_matmul(part)]
     stored = {v for part in others for v in formats_of_packs(part)}
+    exact: set[Any] = set()
     for part in others:
         if isinstance(part, RematRegion):
             part.recomputed = frozenset(part.outvars) - stored
-    return count
+            exact |= part.recomputed if format not in part.packs.values() else set()
+    for part in parts:
+        reads = _reads(part) if part.packs and exact else ()
+        part.packs.update((i, "") for i in part.packs if reads and reads[i][0] in exact)
+    return sum(list(part.packs.values()).count(format) for part in parts)
 
 
 def _is_activation(v: Any, values: Mapping[Any, Inferred]) -> bool:

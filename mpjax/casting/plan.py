@@ -55,7 +55,7 @@ class Step:
         all_reads: The values that it reads, each with its storage dtype.
         closures: The values of this program that its derivative rules close over; further operands.
         packs: The operands (of a call, the arrays that go in) that its derivative keeps in fewer bits, by index, each
-            with the format.
+            with the format; without one, it follows from what a region keeps in half, and is not kept itself.
     """
 
     eqn: Any

@@ -229,7 +229,7 @@ def kept(packs: Mapping[int, str], operands: Sequence[MixedValue]) -> dict[int, 
     """What is kept of some operands, by index: their half copies, these in eight bits, or what they follow from."""
 
     def of(value: MixedValue, format: str) -> Any:
-        return value.recomputed or value.packed(PACKINGS[format]) if format in PACKINGS else (value[HALF],)
+        return value.recomputed or (value.packed(PACKINGS[format]) if format in PACKINGS else (value[HALF],))
 
     return {i: of(operands[i], format) for i, format in packs.items()}
 

@@ -468,6 +468,7 @@ def through_a_carry(w, x):
     return jnp.mean((second(layer(w, x) @ w[2]) @ w[2]) ** 2)
 
 
+@UNPACKED
 @pytest.mark.parametrize(
     "fun", [attention, pooled, logarithm, threshold, through_a_carry], ids=lambda fun: fun.__name__
 )
@@ -496,6 +497,15 @@ def test_explain_names_the_format():
     matmuls = [row for row in rows if row.op == "dot_general"]
     assert any("int8 for the backward pass" in row.why for row in matmuls)
     assert not any("int8" in row.why for row in mpjax.explain(cast(loss, "half"), weights(), normal(32, 64)).rows)
+
+
+def test_explain_names_no_format_where_a_matmul_reads_what_follows_from_half():
+    """The argument of an ELU stays in half. The result that follows from it was said to be kept in eight bits."""
+    fun = cast(lambda w, x: jnp.mean((jax.nn.elu(jax.nn.elu(x @ w[0]) @ w[1]) @ w[2]) ** 2), "int8")
+    with pytest.warns(mpjax.UnusedRuleWarning, match=r"residuals='int8'\) keeps nothing of this program in eight bits"):
+        found = mpjax.audit(fun, weights(), normal(32, 64)).residuals
+    assert "int8" not in found
+    assert not any("backward pass" in row.why for row in mpjax.explain(fun, weights(), normal(32, 64)).rows)
 
 
 def test_explain_names_the_format_of_what_a_checkpoint_keeps():
