@@ -159,6 +159,7 @@ class _Side(NamedTuple):
 
     @classmethod
     def of(cls, x: Any, dtype: np.dtype, contracted: Sequence[int], batch: Sequence[int]) -> _Side:
+        x = compat.gathered(x, contracted, BLOCK)
         others = [d for d in range(x.ndim) if d not in contracted]
         axis = sum(d < contracted[0] for d in others)
         moved = *others[:axis], *contracted, *others[axis:]

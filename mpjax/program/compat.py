@@ -603,6 +603,20 @@ def replicated(x: Any) -> Any:
     return jax.sharding.reshard(x, PartitionSpec(*[None] * aval.ndim)) if explicit else x
 
 
+def gathered(x: Any, dims: Sequence[int], multiple: int) -> Any:
+    """The array, on every device along some dimensions that explicit axes split, if they split a multiple of elements.
+
+    A dimension that is not the first, whose elements are not contiguous on a device, is split in any case.
+    """
+    aval = jax.typeof(x)
+    if not is_explicit(aval):
+        return x
+    spec, parts = aval.sharding.spec, aval.sharding.shard_shape(aval.shape)
+    if all(spec[d] is None for d in dims[1:]) and math.prod(parts[d] for d in dims) % multiple == 0:
+        return x
+    return jax.sharding.reshard(x, PartitionSpec(*(None if d in dims else name for d, name in enumerate(spec))))
+
+
 def on_current_mesh(x: Any) -> Any:
     """A traced array on every device of the current mesh, if it is of another one (`jax.sharding.auto_axes`)."""
     here = jax.sharding.get_abstract_mesh()

@@ -36,6 +36,22 @@ def rounded(x, names, contracted, dtype=ml_dtypes.float8_e4m3fn):
     return np.moveaxis(back, range(-len(order), 0), order)
 
 
+@pytest.mark.filterwarnings("ignore:autocast. cpu is not known to")
+@pytest.mark.parametrize(("shape", "spec"), [((64, 32), ("d",)), ((128, 32), ("d",)), ((2, 4, 12, 32), (None, "d"))])
+def test_explicit_axes_may_split_blocks(shape, spec):
+    """The gradient of a parameter contracts the batch: 16 rows on each device are half a block."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    rng = np.random.default_rng(0)
+    w, x = [np.float32(rng.normal(size=(32, 32)) / 6) for _ in range(3)], np.float32(rng.normal(size=shape))
+    fun = lambda w, x: jnp.mean((jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]) @ w[2]) ** 2)
+    gradient = jax.jit(jax.grad(mpjax.autocast(fun, "mixed_mxfp8", rules=Rules(float8=Float8(allow=("*",))))))
+    expected = gradient(w, x)
+    with jax.set_mesh(mesh):
+        found = gradient(jax.sharding.reshard(w, P()), jax.sharding.reshard(x, P(*spec)))
+    for each, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(each, other, atol=0.01 * np.abs(other).max())
+
+
 @pytest.mark.parametrize(
     ("subscripts", "sizes"),
     [
