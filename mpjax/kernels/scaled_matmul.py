@@ -393,6 +393,7 @@ define(
     _with_scale(quantise),
 )
 mlir.register_lowering(quantise, _quantise_for_cuda, platform="cuda")
+compat.recompute_always(quantise)
 set_no_derivative(quantise, lambda q, x, scale, dtype: weight_gradients.remember_copy(q, x))
 
 define(rescale, lambda out, scale: out * scale.astype(out.dtype), lambda out, scale: out, _with_scale(rescale))

@@ -793,6 +793,21 @@ def _correct_flags() -> None:
     pe.partial_eval_jaxpr_custom_rules[remat] = functools.partial(split.func, split.args[0], with_saved)
 
 
+def recompute_always(primitive: Any) -> None:
+    """Lets a `jax.checkpoint` recompute a primitive of array operands, whatever its policy saves.
+
+    JAX rounds what a policy saves by `reduce_precision`, to which float8_e4m3fn has infinities instead of its largest
+    numbers.
+    """
+
+    def rule(saves: Any, unknown: Sequence[bool], staged: Sequence[bool], eqn: Any) -> Any:
+        operands = [v for v, is_staged in zip(eqn.invars, staged, strict=True) if isinstance(v, Var) and not is_staged]
+        results = [any(unknown)] * len(eqn.outvars), [True] * len(eqn.outvars)
+        return None if any(unknown) else eqn, eqn, *results, operands
+
+    pe.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
 def set_linearization(primitive: Any, rule: Callable[..., Any]) -> None:
     """Gives a primitive a rule for `jax.linearize`, in addition to its JVP rule.
 
