@@ -25,9 +25,9 @@ from mpjax.casting.cross_entropy.labels import (
     number_of,
     row_of,
     scalar_of,
+    scaled,
     times,
     unvaried,
-    weighted,
 )
 from mpjax.casting.setting import tracked
 from mpjax.kernels.cross_entropy import Statistics
@@ -301,16 +301,16 @@ class _Search:
     def _reader(self, eqn: Any) -> Any:
         """What an equation that reads logits makes of them; None if it is a reduction, which is noted."""
         name, ins = eqn.primitive.name, eqn.invars
-        kinds = [self._kind(x) for x in ins]
+        kinds, product = [self._kind(x) for x in ins], None
+        if name in ("add", "mul") and kinds[0] is None:
+            ins, kinds = ins[::-1], kinds[::-1]
         match name, kinds:
             case "copy" | "convert_element_type", [kind] if tracked(eqn.outvars[0]):
                 return kind
             case "stop_gradient", [Logits(())]:
                 return Logits()
-            case "sub" | "add", [Logits(shift), None]:
-                return Logits((*shift, (name, self._row(eqn, ins[1]))))
-            case "add", [None, Logits(shift)]:
-                return Logits((*shift, (name, self._row(eqn, ins[0]))))
+            case "sub" | "add", [Logits(shift), None] if (row := row_of(self.flow, ins[1], self.shape)) is not None:
+                return Logits((*shift, (name, row)))
             case "exp", [Logits() as logits]:
                 return Product(_ONE, logits)
             case "log", [Product(Labels((), 1.0, weights), Logits(shift), None)]:
@@ -318,17 +318,11 @@ class _Search:
             case "neg", [kind]:
                 return _multiplied(kind, Labels((), -1.0))
             case "mul" | "div", [kind, None]:
-                if (found := self._scaled(kind, name, ins[1])) is not None:
-                    return found
-            case "mul", [None, kind]:
-                if (found := self._scaled(kind, name, ins[0])) is not None:
-                    return found
+                product = self._scaled(kind, name, ins[1])
             case "mul", [left, right]:
-                if (found := _multiplied(left, right)) is not None:
-                    return found
+                product = _multiplied(left, right)
             case "select_n", [Labels(((_, 1.0),), 0.0, ()) as hit, None, kind] if number_of(self.flow, ins[1]) == 0:
-                if (found := _multiplied(hit, kind)) is not None:
-                    return found
+                product = _multiplied(hit, kind)
             case "dot_general", [left, right] if self._contracts_vocabulary(eqn):
                 if (found := _multiplied(left, right)) is not None and self._is_summed(found):
                     return self._note(eqn, found)
@@ -345,6 +339,8 @@ class _Search:
                 label := gathered(self.flow, eqn, self.shape)
             ) is not None:
                 return self._note_gather(eqn, _product(kind), label)
+        if product is not None:
+            return product
         small = not any(self.size in v.aval.shape for v in eqn.outvars)
         if primitive(name).rule and (small or _NORMALISING.issubset(site.name for site in walk(Dataflow([eqn])))):
             self.is_loss = True
@@ -357,12 +353,6 @@ class _Search:
         if isinstance(x, compat.Literal):
             return None
         return self.known.get(x) or labels_of(self.flow, x, (*self.shape, self.size))
-
-    def _row(self, eqn: Any, x: Any) -> Any:
-        source = row_of(self.flow, x, self.shape)
-        if source is None:
-            raise Refused(_read_by(eqn))
-        return source
 
     def _is_over_vocabulary(self, eqn: Any) -> bool:
         """Whether a reduction is over the vocabulary, and maybe over rows too."""
@@ -382,11 +372,8 @@ class _Search:
 
     def _scaled(self, kind: Any, how: str, by: Any) -> Product | None:
         """Something of logits, multiplied or divided by a number or what is the same in a row."""
-        product, number = _product(kind), number_of(self.flow, by)
-        if number is not None:
-            return product._replace(labels=times(product.labels, number if how == "mul" else 1 / number))
-        by_row = None if isinstance(kind, Logits) else row_of(self.flow, by, self.shape)
-        labels = weighted(product.labels, how, by_row)
+        product = _product(kind)
+        labels = scaled(self.flow, product.labels, how, by, self.shape)
         return None if labels is None else product._replace(labels=labels)
 
     def _contracts_vocabulary(self, eqn: Any) -> bool:

@@ -39,10 +39,6 @@ def times(labels: Labels, number: float) -> Labels:
     return labels._replace(factors=factors, rest=labels.rest * number)
 
 
-def weighted(labels: Labels, how: str, weight: Any) -> Labels | None:
-    return None if weight is None else labels._replace(weights=(*labels.weights, (how, weight)))
-
-
 def unvaried(flow: Dataflow, x: Any) -> Any:
     """An operand before it is marked as one that differs by device of a `shard_map`."""
     while (maker := flow.maker(x)) is not None and maker.primitive.name == "pvary":
@@ -106,14 +102,20 @@ def labels_of(flow: Dataflow, x: Any, shape: Sequence[int]) -> Labels | None:
             labels = None if isinstance(ins[i], compat.Literal) else labels_of(flow, ins[i], shape)
             if labels is None:
                 continue
+            if name in ("mul", "div"):
+                return scaled(flow, labels, name, ins[1 - i], shape[:-1])
             number = number_of(flow, ins[1 - i])
-            if name in ("mul", "div") and number is None:
-                return weighted(labels, name, row_of(flow, ins[1 - i], shape[:-1]))
-            if number is not None and name in ("mul", "div"):
-                return times(labels, number if name == "mul" else 1 / number)
             if number is not None and not labels.weights:
                 return labels._replace(rest=labels.rest + (number if name == "add" else -number))
     return None
+
+
+def scaled(flow: Dataflow, labels: Labels, how: str, by: Any, rows: Sequence[int]) -> Labels | None:
+    """Labels, multiplied or divided by a number or by what is the same in a row; None if it is neither."""
+    if (number := number_of(flow, by)) is not None:
+        return times(labels, number if how == "mul" else 1 / number)
+    weight = row_of(flow, by, rows)
+    return None if weight is None else labels._replace(weights=(*labels.weights, (how, weight)))
 
 
 def _counts(flow: Dataflow, x: Any, size: int) -> bool:
