@@ -8,7 +8,6 @@ vocabulary then is a formula of few numbers of a row: its statistics.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -183,26 +182,20 @@ class _Search:
     def head(self) -> Any:
         """The logits after scales, bias, cap and moves of their rows: the last value with a single reader."""
         v: Any = self.matmul.outvars[0]
-        if self.swapped:
-            *scales, v = _until_transposed(self.flow, v)
-            moved = self.flow.maker(v)
-            scaled = all(self._is_step(self.flow.maker(y), x) for x, y in itertools.pairwise(scales))
-            if (
-                not scaled
-                or moved is None
-                or moved.primitive.name != "transpose"
-                or moved.params["permutation"][-1] != 0
-            ):
-                raise Refused("its vocabulary is not the last dimension of the logits")
-            self.inside += [*map(self.flow.maker, scales[1:]), moved]
-            self.moves.append(moved)
-        while len(readers := self.flow.readers.get(v, ())) == 1 and v not in self.flow.returned:
-            eqn = next(iter(readers))
+        while len(readers := self.flow.readers.get(v, [])) == 1 and v not in self.flow.returned:
+            (eqn,) = readers
             if not self._is_step(eqn, v):
                 break
             self.inside.append(eqn)
             v = eqn.outvars[0]
+        if self._is_behind:
+            raise Refused("its vocabulary is not the last dimension of the logits")
         return v
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether rows are behind the vocabulary still, until a transposition."""
+        return self.swapped and not self.moves
 
     def _is_step(self, eqn: Any, v: Any) -> bool:
         name, shape = eqn.primitive.name, v.aval.shape
@@ -211,7 +204,7 @@ class _Search:
             factor = number_of(self.flow, other)
             if factor is None and self.factor is None and self.padding is None:
                 given = scalar_of(self.flow, other)
-                if given is None and not (self.swapped and not self.moves):
+                if given is None and not self._is_behind:
                     given = row_of(self.flow, other, shape[:-1])
                 self.factor = None if given is None else Factor(name, given, shape[:-1], len(self.moves))
                 self.steps += [] if given is None else [("factors", 0.0)]
@@ -225,6 +218,11 @@ class _Search:
             return True
         if name in ("sharding_constraint", "name", "copy"):  # of logits that no longer exist
             return True
+        if name == "transpose" and eqn.params["permutation"][-1] == (0 if self._is_behind else len(shape) - 1):
+            self.moves.append(eqn)
+            return True
+        if self._is_behind:
+            return False
         if name == "add" and other is not None and self.bias is None and self.padding is None:
             self.bias = self._bias(other, shape)
             self.steps += [] if self.bias is None else [("bias", 0.0)]
@@ -234,9 +232,6 @@ class _Search:
             self.steps += [] if self.padding is None or self.bias is not None else [("bias", 0.0)]
             return self.padding is not None
         if name in ("reshape", "squeeze") and eqn.outvars[0].aval.shape[-1:] == shape[-1:] and not _reorders(eqn):
-            self.moves.append(eqn)
-            return True
-        if name == "transpose" and eqn.params["permutation"][-1] == len(shape) - 1:
             self.moves.append(eqn)
             return True
         if name == "slice" and (self.columns is None or eqn.outvars[0].aval.shape[-1] == shape[-1]):
@@ -506,21 +501,10 @@ def _is_normalised(flow: Dataflow, v: Any) -> bool:
 
 def _weights_first(flow: Dataflow, matmul: Any) -> bool:
     """Whether the weights are the first operand of a matmul, and the vocabulary the first dimension of its result."""
-    w, x = (v.aval.ndim for v in matmul.invars)
-    last = flow.maker(_until_transposed(flow, matmul.outvars[0])[-1])
-    return w == 2 and (x > 2 or last.primitive.name == "transpose")
-
-
-def _until_transposed(flow: Dataflow, v: Any) -> list[Any]:
-    """A product, with what it is after each scale, up to where it is transposed."""
-    values, name = [v], ""
-    while name != "transpose" and len(readers := flow.readers.get(values[-1], [])) == 1:
-        (reader,) = readers
-        name = reader.primitive.name
-        if name not in ("mul", "div", "transpose"):
-            break
-        values += reader.outvars
-    return values
+    (w, x), v = (v.aval.ndim for v in matmul.invars), matmul.outvars[0]
+    while len(readers := flow.readers.get(v, [])) == 1 and readers[0].primitive.name in ("mul", "div"):
+        (v,) = readers[0].outvars
+    return bool(w == 2 and (x > 2 or [eqn.primitive.name for eqn in readers] == ["transpose"]))
 
 
 def _reorders(reshape: Any) -> bool:
