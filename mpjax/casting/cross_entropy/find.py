@@ -39,7 +39,7 @@ from mpjax.program.source import source_line
 
 # By name: a loss is found by what is done to its logits.
 
-_NORMALISING = frozenset(("exp", "reduce_sum", "log"))
+_NORMALISING = ("exp", "reduce_sum", "log")
 _PADDING = -1e8  # float32 absorbs logits that are added to it
 _ONE = Labels((), 1.0)
 
@@ -337,7 +337,7 @@ class _Search:
         if product is not None:
             return product
         small = not any(self.size in v.aval.shape for v in eqn.outvars)
-        if primitive(name).rule and (small or _NORMALISING.issubset(site.name for site in walk(Dataflow([eqn])))):
+        if primitive(name).rule and (small or {*_NORMALISING} <= {site.name for site in walk(Dataflow([eqn]))}):
             self.is_loss = True
             raise Refused(f"a function with a derivative rule of its own reads its logits ({source_line(eqn)})")
         scopes = "the program contains its gradient already" if "transpose(" in str(eqn.source_info.name_stack) else ""
@@ -484,13 +484,13 @@ def losses(flow: Dataflow) -> Iterator[tuple[Any, Found | str]]:
 
 def _is_normalised(flow: Dataflow, v: Any) -> bool:
     """Whether the logarithm of a sum of exponentials of a value is taken, before any matmul."""
-    steps, waiting, seen = ("exp", "reduce_sum", "log"), [(v, 0)], set[Any]()
+    waiting, seen = [(v, 0)], set[Any]()
     while waiting:
         v, done = waiting.pop()
         for eqn in flow.readers.get(v, ()):
             name, now = eqn.primitive.name, done
-            now += name == steps[now]
-            if now == len(steps):
+            now += name == _NORMALISING[now]
+            if now == len(_NORMALISING):
                 return True
             if primitive(name).op is not Op.ALLOW:
                 new = [(out, now) for out in eqn.outvars if (out, now) not in seen]
