@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -526,22 +526,27 @@ def apart(jaxpr: Any) -> tuple[Any, frozenset[Any]]:
                 continue
             products.add(matmul.outvars[0])
             for reader in differing[len(differing) == len(readers) :]:
-                names = {out: compat.new_variable(out) for eqn in search.inside for out in eqn.outvars}
-                copies[id(reader)] = [renamed(eqn, names) for eqn in search.inside], {v: names[v]}
+                names: dict[Any, Any] = {}
+                copies[id(reader)] = [*copied(search.inside, names)], {v: names[v]}
                 products.add(names[matmul.outvars[0]])
     eqns = []
     for eqn in jaxpr.eqns:
         before, names = copies.get(id(eqn), ([], {}))
-        eqns += [*before, renamed(eqn, names)]
+        eqns += [*before, eqn.replace(invars=renamed(eqn.invars, names))]
     return jaxpr.replace(eqns=eqns), frozenset(products)
 
 
-def renamed(eqn: Any, names: Mapping[Any, Any]) -> Any:
-    """An equation of other variables."""
-    ins, outs = (
-        [v if isinstance(v, compat.Literal) else names.get(v, v) for v in vs] for vs in (eqn.invars, eqn.outvars)
-    )
-    return eqn.replace(invars=ins, outvars=outs)
+def copied(eqns: Iterable[Any], names: dict[Any, Any]) -> Iterator[Any]:
+    """Equations of other variables, which `names` has for what they read, and gets for their results."""
+    for eqn in eqns:
+        ins, outs = renamed(eqn.invars, names), [compat.new_variable(v) for v in eqn.outvars]
+        names.update(zip(eqn.outvars, outs, strict=True))
+        yield eqn.replace(invars=ins, outvars=outs)
+
+
+def renamed(atoms: Sequence[Any], names: Mapping[Any, Any]) -> list[Any]:
+    """Variables by their other names, and literals."""
+    return [names.get(v, v) if isinstance(v, compat.Var) else v for v in atoms]
 
 
 def _differs(flow: Dataflow, reader: Any, logits: Any) -> bool:

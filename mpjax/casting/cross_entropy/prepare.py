@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax import lax
 
 from mpjax.casting.attention.prepare import inlined
 from mpjax.casting.classify import classify
-from mpjax.casting.cross_entropy.find import Found, apart, losses
+from mpjax.casting.cross_entropy.find import Found, apart, copied, losses, renamed
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY, HeadOptions
 from mpjax.casting.setting import Setting
 from mpjax.kernels.cross_entropy import Head, Statistics
@@ -103,8 +103,8 @@ def _written(jaxpr: Any, found: Found) -> Any:
         results[eqn.outvars[0]] = _spliced(value, [*outs, *given], made, eqn)
         new += made
     rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in found.inside]
-    eqns = _in_order([eqn.replace(invars=_renamed(eqn.invars, results)) for eqn in (*rest, *new)])
-    return jaxpr.replace(eqns=eqns, outvars=_renamed(jaxpr.outvars, results))
+    eqns = _in_order([eqn.replace(invars=renamed(eqn.invars, results)) for eqn in (*rest, *new)])
+    return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars, results))
 
 
 def _value(rows: Sequence[int], count: int, eqn: Any, result: Callable[..., Any], *arrays: Any) -> Any:
@@ -188,17 +188,9 @@ def _spliced(fun: Callable[..., Any], operands: Sequence[Any], eqns: list[Any], 
     """Adds the equations of a function of variables, in the scopes of another equation. Returns its result."""
     opened = compat.open_jaxpr(jax.make_jaxpr(fun)(*(compat.example(v.aval) for v in operands)))
     names = dict(zip(opened.jaxpr.invars, operands, strict=True))
-    for eqn in opened.jaxpr.eqns:
-        outs = [compat.new_variable(v) for v in eqn.outvars]
-        ins = _renamed(eqn.invars, names)
-        names.update(zip(eqn.outvars, outs, strict=True))
-        eqns.append(compat.in_scopes_of(eqn.replace(invars=ins, outvars=outs), like))
-    (result,) = _renamed(opened.jaxpr.outvars, names)
+    eqns += (compat.in_scopes_of(eqn, like) for eqn in copied(opened.jaxpr.eqns, names))
+    (result,) = renamed(opened.jaxpr.outvars, names)
     return result
-
-
-def _renamed(atoms: Sequence[Any], names: Mapping[Any, Any]) -> list[Any]:
-    return [names.get(v, v) if isinstance(v, compat.Var) else v for v in atoms]
 
 
 def _in_order(eqns: Sequence[Any]) -> list[Any]:
