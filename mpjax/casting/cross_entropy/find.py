@@ -96,10 +96,10 @@ class Factor(NamedTuple):
     begin: int
 
 
-class Found(NamedTuple):
-    """A loss's head.
+class LossHead:
+    """The head of a loss: a matmul, and what is done to its product up to reductions over the vocabulary.
 
-    Args:
+    Attributes:
         matmul: Its equation.
         swapped: Whether its first operand has the vocabulary.
         vocabulary: The size of it.
@@ -115,33 +115,15 @@ class Found(NamedTuple):
         shape: The shape of the logits without the vocabulary.
     """
 
-    matmul: Any
-    swapped: bool
-    vocabulary: int
-    columns: slice | None
-    steps: tuple[tuple[str, float], ...]
-    moves: tuple[Any, ...]
-    bias: Any
-    factor: Factor | None
-    padding: _Padding | None
-    inside: frozenset[int]
-    reads: tuple[tuple[Any, Callable[..., Any], tuple[Any, ...]], ...]
-    labels: tuple[tuple[Any, bool], ...]
-    shape: tuple[int, ...]
-
-
-class _Search:
-    """The search from one matmul."""
-
     def __init__(self, flow: Dataflow, matmul: Any):
         self.flow, self.matmul = flow, matmul
         self.swapped = _weights_first(flow, matmul)
-        self.size = matmul.outvars[0].aval.shape[0 if self.swapped else -1]
+        self.vocabulary = matmul.outvars[0].aval.shape[0 if self.swapped else -1]
+        self.columns: slice | None = None
         self.steps: list[tuple[str, float]] = []
         self.moves: list[Any] = []
         self.bias: Any = None
         self.factor: Factor | None = None
-        self.columns: slice | None = None
         self.padding: _Padding | None = None
         self.inside: list[Any] = [matmul]
         self.reads: list[tuple[Any, Callable[..., Any], tuple[Any, ...]]] = []
@@ -151,15 +133,15 @@ class _Search:
         self.sums: set[Any] = set()  # sums of exponentials
         self.is_loss = False  # Whether the largest of each row is read, as a softmax does.
 
-    def run(self) -> Found:
+    def search(self) -> None:
         """Follows the logits to all that reads them.
 
         Raises:
             Refused: Something reads more than statistics of rows.
         """
-        if not isinstance(self.size, int):
+        if not isinstance(self.vocabulary, int):
             raise Refused("its vocabulary has no size yet: it is symbolic")
-        logits = self.head()
+        logits = self.logits()
         self.shape = logits.aval.shape[:-1]
         self._follow(logits)
         if not self.has_exponentials():
@@ -170,16 +152,11 @@ class _Search:
             raise Refused("its labels follow from its own logits")
         if any(compat.is_explicit(v.aval) for v in self.matmul.invars):
             raise Refused("its arrays are on a mesh with explicit axes: jax.sharding.auto_axes around the loss")
-        return Found(
-            self.matmul, self.swapped, self.size, self.columns, tuple(self.steps), tuple(self.moves), self.bias,
-            self.factor, self.padding, frozenset(map(id, self.inside)), tuple(self.reads), tuple(self.labels),
-            self.shape,
-        )  # fmt: skip
 
     def has_exponentials(self) -> bool:
         return any(isinstance(kind, Product) and kind.exponentials is not None for kind in self.known.values())
 
-    def head(self) -> Any:
+    def logits(self) -> Any:
         """The logits after scales, bias, cap and moves of their rows: the last value with a single reader."""
         v: Any = self.matmul.outvars[0]
         while len(readers := self.flow.readers.get(v, [])) == 1 and v not in self.flow.returned:
@@ -237,7 +214,7 @@ class _Search:
         if name == "slice" and (self.columns is None or eqn.outvars[0].aval.shape[-1] == shape[-1]):
             if (size := eqn.outvars[0].aval.shape[-1]) != shape[-1]:
                 starts, ends, strides = (eqn.params[of] for of in ("start_indices", "limit_indices", "strides"))
-                self.columns, self.size = slice(starts[-1], ends[-1], strides and strides[-1]), size
+                self.columns, self.vocabulary = slice(starts[-1], ends[-1], strides and strides[-1]), size
             self.moves.append(eqn)
             return True
         return False
@@ -336,7 +313,7 @@ class _Search:
                 return self._note_gather(eqn, _product(kind), label)
         if product is not None:
             return product
-        small = not any(self.size in v.aval.shape for v in eqn.outvars)
+        small = not any(self.vocabulary in v.aval.shape for v in eqn.outvars)
         if primitive(name).rule and (small or {*_NORMALISING} <= {site.name for site in walk(Dataflow([eqn]))}):
             self.is_loss = True
             raise Refused(f"a function with a derivative rule of its own reads its logits ({source_line(eqn)})")
@@ -347,7 +324,7 @@ class _Search:
         """What an operand is: logits, what is made of them, or labels; None for anything else."""
         if isinstance(x, compat.Literal):
             return None
-        return self.known.get(x) or labels_of(self.flow, x, (*self.shape, self.size))
+        return self.known.get(x) or labels_of(self.flow, x, (*self.shape, self.vocabulary))
 
     def _is_over_vocabulary(self, eqn: Any) -> bool:
         """Whether a reduction is over the vocabulary, and maybe over rows too."""
@@ -396,7 +373,7 @@ class _Search:
         """
         (factors, rest, weights), exponentials, logits = product
         clipped = mode not in (None, lax.GatherScatterMode.FILL_OR_DROP)
-        labels, size = [(self._label(y, clipped), factor) for y, factor in factors], self.size
+        labels, size = [(self._label(y, clipped), factor) for y, factor in factors], self.vocabulary
         shifts = [[] if each is None else each.shift for each in (exponentials, logits)]
         stopped = eqn.outvars[0] in self.stopped
         if at is None and product.is_exponential and rest > 0 and not weights:
@@ -468,15 +445,16 @@ def _multiplied(left: Any, right: Any) -> Product | None:
     return Product(labels, a.exponentials or b.exponentials, a.logits or b.logits)
 
 
-def losses(flow: Dataflow) -> Iterator[tuple[Any, Found | str]]:
+def losses(flow: Dataflow) -> Iterator[tuple[Any, LossHead | str]]:
     """The matmuls whose results are reduced like the logits of a loss, each with its head or why it stays."""
     for eqn in flow.eqns:
         if _is_head(flow, eqn):
-            search = _Search(flow, eqn)
+            head = LossHead(flow, eqn)
             try:
-                yield eqn, search.run()
+                head.search()
+                yield eqn, head
             except Refused as why:
-                if search.is_loss or search.has_exponentials() or _is_normalised(flow, eqn.outvars[0]):
+                if head.is_loss or head.has_exponentials() or _is_normalised(flow, eqn.outvars[0]):
                     yield eqn, str(why)
         elif _multiplies_rows(eqn) and all(map(is_half, eqn.invars)) and _is_normalised(flow, eqn.outvars[0]):
             yield eqn, "the program casts its operands to half itself: autocast does so, if they are float32"
@@ -517,9 +495,9 @@ def apart(jaxpr: Any) -> tuple[Any, frozenset[Any]]:
     copies: dict[int, tuple[list[Any], dict[Any, Any]]] = {}
     products: set[Any] = set()
     for matmul in (eqn for eqn in flow.eqns if _is_head(flow, eqn)):
-        search = _Search(flow, matmul)
+        head = LossHead(flow, matmul)
         with contextlib.suppress(Refused):
-            v = search.head()
+            v = head.logits()
             readers = flow.readers.get(v, [])
             differing = [eqn for eqn in readers if _differs(flow, eqn, v)]
             if len(readers) == 1 or not differing or not _is_normalised(flow, v):
@@ -527,7 +505,7 @@ def apart(jaxpr: Any) -> tuple[Any, frozenset[Any]]:
             products.add(matmul.outvars[0])
             for reader in differing[len(differing) == len(readers) :]:
                 names: dict[Any, Any] = {}
-                copies[id(reader)] = [*copied(search.inside, names)], {v: names[v]}
+                copies[id(reader)] = [*copied(head.inside, names)], {v: names[v]}
                 products.add(names[matmul.outvars[0]])
     eqns = []
     for eqn in jaxpr.eqns:

@@ -14,7 +14,7 @@ from jax import lax
 
 from mpjax.casting.attention.prepare import inlined
 from mpjax.casting.classify import classify
-from mpjax.casting.cross_entropy.find import Found, apart, copied, losses, renamed
+from mpjax.casting.cross_entropy.find import LossHead, apart, copied, losses, renamed
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY, HeadOptions
 from mpjax.casting.setting import Setting
 from mpjax.kernels.cross_entropy import Head, Statistics
@@ -55,7 +55,7 @@ def _fused(jaxpr: Any, setting: Setting) -> tuple[Any, list[tuple[Any, str]]]:
     return jaxpr, refused
 
 
-def _written(jaxpr: Any, found: Found) -> Any:
+def _written(jaxpr: Any, found: LossHead) -> Any:
     """A program with a loss from statistics in place of its logits."""
     x, w = found.matmul.invars
     ((i,), (j,)), _ = found.matmul.params["dimension_numbers"]
@@ -87,7 +87,7 @@ def _written(jaxpr: Any, found: Found) -> Any:
     labels = [
         _spliced(functools.partial(label, clipped=clipped), [y], new, found.matmul) for y, clipped in found.labels
     ]
-    options = HeadOptions(Head(found.steps, len(labels)), (x.aval.ndim - 1, j), found.shape, vocabulary)
+    options = HeadOptions(Head(tuple(found.steps), len(labels)), (x.aval.ndim - 1, j), found.shape, vocabulary)
     operands = [x, w, *bias, *factor, *labels]
     outs = _results(options, operands)
     params = {"options": options}
@@ -102,7 +102,8 @@ def _written(jaxpr: Any, found: Found) -> Any:
         made: list[Any] = []
         results[eqn.outvars[0]] = _spliced(value, [*outs, *given], made, eqn)
         new += made
-    rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in found.inside]
+    inside = {*map(id, found.inside)}
+    rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in inside]
     eqns = _in_order([eqn.replace(invars=renamed(eqn.invars, results)) for eqn in (*rest, *new)])
     return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars, results))
 
@@ -126,7 +127,7 @@ def _results(options: HeadOptions, operands: Sequence[Any]) -> list[Any]:
     return [compat.new_variable(v) for v in compat.open_jaxpr(traced.jaxpr).jaxpr.outvars]
 
 
-def _bias(found: Found, *added: Any) -> Any:
+def _bias(found: LossHead, *added: Any) -> Any:
     """What is added to the logits of each row: the bias, and what makes logits of padding negligible."""
     of_columns = [_columns(found, jnp.ravel(y)) for y in added]
     total = 0.0 if found.bias is None else of_columns[0]
@@ -135,14 +136,14 @@ def _bias(found: Found, *added: Any) -> Any:
     return jnp.where(of_columns[-1] == found.padding.where, np.float32(found.padding.number), total)
 
 
-def _columns(found: Found, y: Any, axis: int = 0) -> Any:
+def _columns(found: LossHead, y: Any, axis: int = 0) -> Any:
     """An array over the vocabulary without what is sliced off."""
     if found.columns is None or y.shape[axis] == found.vocabulary:
         return y
     return y[(slice(None),) * axis + (found.columns,)]
 
 
-def _factor(found: Found, y: Any) -> Any:
+def _factor(found: LossHead, y: Any) -> Any:
     """What logits are multiplied by, one number or one for each row, given what they are multiplied or divided by."""
     assert found.factor is not None
     how, value, rows, begin = found.factor
@@ -155,7 +156,7 @@ def _factor(found: Found, y: Any) -> Any:
     return y.reshape(-1)
 
 
-def _of_padding(found: Found) -> float:
+def _of_padding(found: LossHead) -> float:
     """The logits of padding, after the steps that follow it."""
     assert found.padding is not None
     number = found.padding.number
@@ -164,7 +165,7 @@ def _of_padding(found: Found) -> float:
     return number
 
 
-def _at_padding(found: Found, logit: Any, label: Any, mask: Any) -> Any:
+def _at_padding(found: LossHead, logit: Any, label: Any, mask: Any) -> Any:
     """The logit at a label: that of padding is a number, without a derivative."""
     assert found.padding is not None
     mask = _columns(found, jnp.ravel(mask))
