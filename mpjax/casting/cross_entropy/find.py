@@ -72,7 +72,7 @@ class Product(NamedTuple):
         return self.exponentials is not None and self.logits is None and not self.labels.factors
 
 
-class _Padding(NamedTuple):
+class Padding(NamedTuple):
     """A mask over the vocabulary, whether it is true at the padding, and the number that stands there for logits.
 
     `begin` is the number of steps before it.
@@ -108,7 +108,7 @@ class LossHead:
         moves: The moves of rows between the product and the loss.
         bias: The bias before it was broadcast; None without one.
         factor: What logits are multiplied or divided by, as `Factor`; None without any.
-        padding: Which of the vocabulary are padding, as `_Padding`; None without any.
+        padding: Which of the vocabulary are padding, as `Padding`; None without any.
         inside: The equations that the statistics replace.
         reads: The reductions, each with a function from statistics and row values to its result, and its row values.
         labels: The arrays of labels, each with whether a label outside of the vocabulary is the nearest one in it.
@@ -124,7 +124,7 @@ class LossHead:
         self.moves: list[Any] = []
         self.bias: Any = None
         self.factor: Factor | None = None
-        self.padding: _Padding | None = None
+        self.padding: Padding | None = None
         self.inside: list[Any] = [matmul]
         self.reads: list[tuple[Any, Callable[..., Any], tuple[Any, ...]]] = []
         self.labels: list[tuple[Any, bool]] = []
@@ -232,14 +232,14 @@ class LossHead:
         one_row = source.aval.shape in (shape[-1:], (*(1 for _ in shape[:-1]), shape[-1]))
         return source if one_row and maker.params["broadcast_dimensions"][-1] == len(shape) - 1 else None
 
-    def _as_padding(self, eqn: Any, v: Any) -> _Padding | None:
+    def _as_padding(self, eqn: Any, v: Any) -> Padding | None:
         """Logits with padding, whose number is so low that a logit added to it is lost in float32."""
         mask, *cases = eqn.invars
         source = self._bias(mask, v.aval.shape) if len(cases) == 2 else None
         number = number_of(self.flow, cases[1] if cases[0] is v else cases[0])
         if source is None or number is None or number > _PADDING:
             return None
-        return _Padding(source, cases[0] is v, number, len(self.steps))
+        return Padding(source, cases[0] is v, number, len(self.steps))
 
     def _follow(self, logits: Any) -> None:
         waiting: dict[int, Any] = {}  # by place: an equation follows all that it reads

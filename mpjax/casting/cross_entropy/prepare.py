@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax import lax
 
 from mpjax.casting.attention.prepare import inlined
 from mpjax.casting.classify import classify
-from mpjax.casting.cross_entropy.find import LossHead, apart, copied, losses, renamed
+from mpjax.casting.cross_entropy.find import Factor, LossHead, Padding, apart, copied, losses, renamed
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY, HeadOptions
 from mpjax.casting.setting import Setting
 from mpjax.kernels.cross_entropy import Head, Statistics
@@ -62,40 +62,31 @@ def _written(jaxpr: Any, found: LossHead) -> Any:
     if found.swapped:
         x, w, i, j = w, x, j, i
     new: list[Any] = []
+    vocabulary, factor, padding = found.vocabulary, found.factor, found.padding
 
-    def rows(x: Any) -> Any:
-        x = jnp.moveaxis(x, i, -1)
-        for move in found.moves:
-            x = _moved(x, move)
-        return x
-
-    if found.columns is not None:
-        w = _spliced(functools.partial(_columns, found, axis=1 - j), [w], new, found.matmul)
-    plain = i == x.aval.ndim - 1 and not found.moves
-    x = x if plain else _spliced(rows, [x], new, found.matmul)
-    added = [v for v in (found.bias, found.padding and found.padding.mask) if v is not None]
-    bias = [_spliced(functools.partial(_bias, found), added, new, found.matmul)] if added else []
-    vocabulary = found.vocabulary
-    factor = []
-    if found.factor is not None:
-        factor = [_spliced(functools.partial(_factor, found), [found.factor.value], new, found.matmul)]
+    def spliced(fun: Callable[..., Any], *operands: Any) -> Any:
+        return _spliced(fun, operands, new, found.matmul)
 
     def label(y: Any, clipped: bool) -> Any:
         y = y.reshape(found.shape).astype(np.int32)
         return jnp.clip(y, 0, vocabulary - 1) if clipped else y
 
-    labels = [
-        _spliced(functools.partial(label, clipped=clipped), [y], new, found.matmul) for y, clipped in found.labels
-    ]
+    if found.columns is not None:
+        w = spliced(functools.partial(_columns, found, axis=1 - j), w)
+    if i < x.aval.ndim - 1 or found.moves:
+        x = spliced(lambda x: _moved(jnp.moveaxis(x, i, -1), found.moves), x)
+    added = [v for v in (found.bias, padding and padding.mask) if v is not None]
+    bias = [spliced(functools.partial(_bias, found), *added)] if added else []
+    factors = [spliced(functools.partial(_factor, factor, found.moves), factor.value)] if factor is not None else []
+    labels = [spliced(functools.partial(label, clipped=clipped), y) for y, clipped in found.labels]
     options = HeadOptions(Head(tuple(found.steps), len(labels)), (x.aval.ndim - 1, j), found.shape, vocabulary)
-    operands = [x, w, *bias, *factor, *labels]
+    operands = [x, w, *bias, *factors, *labels]
     outs = _results(options, operands)
     params = {"options": options}
     new.append(found.matmul.replace(primitive=CROSS_ENTROPY, invars=operands, outvars=[*outs], params=params))
-    if found.padding is not None:
-        at_labels = functools.partial(_at_padding, found)
+    if padding is not None:
         for n, y in enumerate(labels, len(outs) - len(labels)):
-            outs[n] = _spliced(at_labels, [outs[n], y, found.padding.mask], new, found.matmul)
+            outs[n] = spliced(functools.partial(_at_padding, found, padding), outs[n], y, padding.mask)
     results = {}
     for eqn, result, given in found.reads:
         value = functools.partial(_value, found.shape, len(outs), eqn, result)
@@ -143,46 +134,38 @@ def _columns(found: LossHead, y: Any, axis: int = 0) -> Any:
     return y[(slice(None),) * axis + (found.columns,)]
 
 
-def _factor(found: LossHead, y: Any) -> Any:
+def _factor(factor: Factor, moves: Sequence[Any], y: Any) -> Any:
     """What logits are multiplied by, one number or one for each row, given what they are multiplied or divided by."""
-    assert found.factor is not None
-    how, value, rows, begin = found.factor
-    y = 1 / y if how == "div" else y
-    if compat.numel(value.aval) == 1:
+    y = 1 / y if factor.how == "div" else y
+    if compat.numel(factor.value.aval) == 1:
         return y.reshape(())
-    y = y.reshape(*rows, 1)
-    for move in found.moves[begin:]:
-        y = _moved(y, move)
-    return y.reshape(-1)
+    return _moved(y.reshape(*factor.rows, 1), moves[factor.begin :]).reshape(-1)
 
 
-def _of_padding(found: LossHead) -> float:
-    """The logits of padding, after the steps that follow it."""
-    assert found.padding is not None
-    number = found.padding.number
-    for kind, by in found.steps[found.padding.begin + (found.bias is None) :]:
+def _at_padding(found: LossHead, padding: Padding, logit: Any, label: Any, mask: Any) -> Any:
+    """The logit at a label: that of padding is a number, after the steps that follow it, without a derivative."""
+    number = padding.number
+    for kind, by in found.steps[padding.begin + (found.bias is None) :]:
         number = number * by if kind == "scale" else by * math.tanh(number / by)
-    return number
-
-
-def _at_padding(found: LossHead, logit: Any, label: Any, mask: Any) -> Any:
-    """The logit at a label: that of padding is a number, without a derivative."""
-    assert found.padding is not None
     mask = _columns(found, jnp.ravel(mask))
     inside = (label >= 0) & (label < mask.size)
-    return jnp.where(inside & (mask[label] == found.padding.where), np.float32(_of_padding(found)), logit)
+    return jnp.where(inside & (mask[label] == padding.where), np.float32(number), logit)
 
 
-def _moved(x: Any, move: Any) -> Any:
-    """Rows after a move of the logits."""
-    shape, params = move.outvars[0].aval.shape, move.params
-    if move.primitive.name == "transpose":
-        *rows, last = params["permutation"]
-        return lax.transpose(x, [*(d - (last == 0) for d in rows), x.ndim - 1])
-    if move.primitive.name in ("reshape", "squeeze"):
-        return x.reshape(*shape[:-1], x.shape[-1])
-    strides = params["strides"] and (*params["strides"][:-1], 1)
-    return lax.slice(x, (*params["start_indices"][:-1], 0), (*params["limit_indices"][:-1], x.shape[-1]), strides)
+def _moved(x: Any, moves: Iterable[Any]) -> Any:
+    """Rows after moves of the logits."""
+    for move in moves:
+        shape, params = move.outvars[0].aval.shape, move.params
+        if move.primitive.name == "transpose":
+            *rows, last = params["permutation"]
+            x = lax.transpose(x, [*(d - (last == 0) for d in rows), x.ndim - 1])
+        elif move.primitive.name == "slice":
+            ends = (*params["limit_indices"][:-1], x.shape[-1])
+            strides = params["strides"] and (*params["strides"][:-1], 1)
+            x = lax.slice(x, (*params["start_indices"][:-1], 0), ends, strides)
+        else:
+            x = x.reshape(*shape[:-1], x.shape[-1])
+    return x
 
 
 def _spliced(fun: Callable[..., Any], operands: Sequence[Any], eqns: list[Any], like: Any) -> Any:
