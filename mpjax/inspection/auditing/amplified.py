@@ -39,11 +39,6 @@ class Rounding(NamedTuple):
     site: Site
     of_whole: bool = False
 
-    @property
-    def is_random(self) -> bool:
-        """Whether the value is made of bits, as random numbers are: their rounding is no error."""
-        return primitive(self.site.name).bits
-
 
 class Facts(NamedTuple):
     """What is known of a value.
@@ -92,6 +87,11 @@ class Facts(NamedTuple):
     def is_constant(self) -> bool:
         """Whether all elements are one known number."""
         return self.low == self.high
+
+    @property
+    def is_random(self) -> bool:
+        """Whether its elements are made of random bits: their rounding is no error."""
+        return self.rounded is not None and primitive(self.rounded.site.name).bits
 
     def fits(self, dtype: Any) -> bool:
         """Whether a half dtype holds its elements exactly, or all of them are one constant of the program."""
@@ -207,7 +207,7 @@ class _Roundings:
         row = primitive(place.name)
         has_pole_at_zero = row.worst.startswith("near") or row.risk == "pow" or place.name == "sqrt"
         for i, (facts, v) in enumerate(zip(given, place.invars, strict=True)):
-            if facts.rounded and facts.rounded.is_random:
+            if facts.is_random:
                 continue
             inexact = facts.rounded or facts.matmul
             if inexact and (row.decomposes or row.solve):
@@ -271,11 +271,10 @@ def _result(place: Site, given: Sequence[Facts]) -> Facts:
         found = found._replace(matmul=next((facts.matmul for facts in given if facts.matmul), None))
     if _keeps_rounding(place):
         operands = given[:1] if row.linear == "first" else given
-        roundings = (facts.rounded for facts in operands if facts.rounded)
-        found = found._replace(rounded=next((rounding for rounding in roundings if not rounding.is_random), None))
-    sources = [facts.rounded for facts in given if not facts.is_constant]
-    if sources and all(rounding and rounding.is_random for rounding in sources):
-        found = found._replace(rounded=sources[0])
+        found = found._replace(rounded=next((f.rounded for f in operands if f.rounded and not f.is_random), None))
+    sources = [facts for facts in given if not facts.is_constant]
+    if sources and all(facts.is_random for facts in sources):
+        found = found._replace(rounded=sources[0].rounded)
     moved = (row.keeps_values or row.exact) and (name != "convert_element_type" or is_half(place.invars[0]))
     # A constant, or whole numbers that the dtype holds, are not rounded.
     is_exact = all(facts.is_constant for facts in given) or (is_half(out) and found.fits(out.aval.dtype))

@@ -95,8 +95,7 @@ RiskySite = tuple[str, Site, str, str]  # kind, site, dtype, why
 
 def _operations(flow: Flow, amplified: set[tuple[str, str]], known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
     """Half operations that need float32. Those of a softmax are reported as one; logarithms that amplify, before."""
-    is_random = lambda v: (rounding := known(v).rounded) is not None and rounding.is_random  # noqa: E731
-    nodes = (node for node in flow.eqns if not any(map(is_random, node.reads)))
+    nodes = (node for node in flow.eqns if not any(known(v).is_random for v in node.reads))
     risky = [(node, dtype) for node in nodes if (dtype := _risky(node))]
     maxima = {_place(node.site) for node in flow.eqns if node.site.name == "reduce_max"}
     softmaxes = {_place(node.site) for node, _ in risky if primitive(node.site.name).risk == "exp"} & maxima

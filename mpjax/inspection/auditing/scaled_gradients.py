@@ -160,11 +160,11 @@ def _unchecked(flow: Flow, is_scaled: bool) -> Iterator[Site]:
     reduced = {id(node) for node in flow.made_by(ends, _booleans)}
     tests = (node for node in flow.eqns if node.site.name == "is_finite")
     checks = [node for node in tests if id(node) in reduced or not node.writes[0].aval.shape]
-    candidates = [node for node in flow.eqns if _replaces(flow, node)] if checks or is_scaled else []
-    if candidates:
-        checked = {id(node) for node in flow.before([check.reads[0] for check in checks])}
-        is_hidden = lambda node: id(node) in checked if checks else node.site.name == "select_n"  # noqa: E731
-        yield from (node.site for node in filter(is_hidden, candidates))
+    checked = {id(node) for node in flow.before([check.reads[0] for check in checks])}
+    for node in flow.eqns:
+        may_hide = id(node) in checked if checks else is_scaled and node.site.name == "select_n"
+        if may_hide and _replaces(flow, node):
+            yield node.site
 
 
 def _replaces(flow: Flow, node: Node) -> bool:
