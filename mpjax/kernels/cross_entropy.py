@@ -237,11 +237,10 @@ def _forward_program(*arrays: Any, head: Head) -> list[Any]:
 
 
 def _backward_program(*arrays: Any, head: Head, wrt: tuple[str, ...]) -> list[Any]:
-    *given, logsumexp, expected, best, of_logsumexp, of_expected, of_largest, of_total = arrays[
-        : len(arrays) - head.labels
-    ]
+    end = len(arrays) - head.labels
+    *given, logsumexp, expected, best, of_logsumexp, of_expected, of_largest, of_total = arrays[:end]
     x, w, bias, factors, labels = _parts(given, head)
-    places = [(best, of_largest), *zip(labels, arrays[len(arrays) - head.labels :], strict=True)]
+    places = [(best, of_largest), *zip(labels, arrays[end:], strict=True)]
     walk = _Walk(x, w, bias, factors, head)
 
     def body(carry: Any, start: Any, fresh: Any) -> Any:

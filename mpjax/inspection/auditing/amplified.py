@@ -206,6 +206,7 @@ class _Roundings:
         """Notes what an equation amplifies of its operands."""
         row = primitive(place.name)
         has_pole_at_zero = row.worst.startswith("near") or row.risk == "pow" or place.name == "sqrt"
+        is_comparison = place.name in ("eq", "ne") and place.invars[0] is not place.invars[1]
         for i, (facts, v) in enumerate(zip(given, place.invars, strict=True)):
             if facts.is_random:
                 continue
@@ -214,9 +215,7 @@ class _Roundings:
                 self._note(place, inexact, "the condition number multiplies the error")
             elif inexact and _makes_indices(place, v):
                 self._note(place, inexact, "one unit apart is another integer")
-            elif (
-                facts.rounded and facts.rounded.of_whole and place.name in ("eq", "ne") and v is not place.invars[i - 1]
-            ):
+            elif facts.rounded and facts.rounded.of_whole and is_comparison:
                 self._note(place, facts.rounded, "distinct ones become equal")
             elif facts.difference and (has_pole_at_zero or (row.amplifies == "second" and i == 1)):
                 self._note(place, facts.difference, f"near-equal numbers cancel, and {place.name} reads the difference")
