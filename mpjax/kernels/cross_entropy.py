@@ -69,9 +69,9 @@ class Head:
 class Statistics(NamedTuple):
     """What is read of each row of logits, [rows] each, float32; `best` is int32, `at` has one for each array of labels.
 
-    All but `best` have a derivative. `expected` is the mean of the logits under their softmax, where what has no
-    probability counts nothing. The derivative of `largest` is that of the logit at `best`. A label outside of the
-    vocabulary is at 0.
+    All but `best` have a derivative. `expected` is the mean of the logits under their softmax; logits of -inf add
+    nothing to it. The derivative of `largest` is that of the logit at `best`. `at` is 0 where a label is outside of the
+    vocabulary.
     """
 
     logsumexp: Any

@@ -220,7 +220,7 @@ def _loss_scaled(
     grads_are_scaled: bool,
     allows_float16: bool = True,
 ) -> LossScaled:
-    """The implementation of the public transformations, which differ in `next_scale`. Some warn of float16."""
+    """The implementation of the public transformations, which differ in `next_scale`. A scale of 1 may warn."""
     inner = as_transformation(inner)
     advance, finish = applying.update_in_parts(inner)
     expects_scaled = not grads_are_scaled and init_scale > 1
@@ -398,7 +398,7 @@ def _check_state(call: str, grads: Any, state: Any, params: Any) -> None:
 
 
 def _check_shapes(new: Any, params: Any) -> Any:
-    """The params. Raises if updates or new params have other shapes: moments of other params may broadcast."""
+    """Returns the params. Raises if updates or new params have other shapes, as moments of other params may cause."""
     if same_structure(new, params):
         for (path, x), p in zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(params), strict=True):
             if jnp.shape(x) != jnp.shape(p):

@@ -165,13 +165,13 @@ class LossHead:
                 break
             self.inside.append(eqn)
             v = eqn.outvars[0]
-        if self._is_behind:
+        if self._is_first:
             raise Refused("its vocabulary is not the last dimension of the logits")
         return v
 
     @property
-    def _is_behind(self) -> bool:
-        """Whether rows are behind the vocabulary still, until a transposition."""
+    def _is_first(self) -> bool:
+        """Whether the vocabulary is still the first dimension: no transposition has moved it behind the rows."""
         return self.swapped and not self.moves
 
     def _is_step(self, eqn: Any, v: Any) -> bool:
@@ -181,7 +181,7 @@ class LossHead:
             factor = number_of(self.flow, other)
             if factor is None and self.factor is None and self.padding is None:
                 given = scalar_of(self.flow, other)
-                if given is None and not self._is_behind:
+                if given is None and not self._is_first:
                     given = row_of(self.flow, other, shape[:-1])
                 self.factor = None if given is None else Factor(name, given, shape[:-1], len(self.moves))
                 self.steps += [] if given is None else [("factors", 0.0)]
@@ -195,10 +195,10 @@ class LossHead:
             return True
         if name in ("sharding_constraint", "name", "copy"):  # of logits that no longer exist
             return True
-        if name == "transpose" and eqn.params["permutation"][-1] == (0 if self._is_behind else len(shape) - 1):
+        if name == "transpose" and eqn.params["permutation"][-1] == (0 if self._is_first else len(shape) - 1):
             self.moves.append(eqn)
             return True
-        if self._is_behind:
+        if self._is_first:
             return False
         if name == "add" and other is not None and self.bias is None and self.padding is None:
             self.bias = self._bias(other, shape)
@@ -335,7 +335,7 @@ class LossHead:
         return self.padding is None or product.labels.rest == 0 or product.exponentials is not None
 
     def _rises(self, kind: Any) -> bool:
-        """Whether something is largest where the logits are: these, and their exponentials over sums of such."""
+        """Whether something is largest where the logits are: logits, and probabilities of a softmax."""
         if isinstance(kind, Logits):
             return True
         sources = (self.flow.source(w, _only_moves) for how, w in kind.labels.weights if how == "div")
@@ -343,7 +343,7 @@ class LossHead:
         return bool(kind.is_exponential and kind.labels.rest > 0 and positive)
 
     def _scaled(self, kind: Any, how: str, by: Any) -> Product | None:
-        """Something of logits, multiplied or divided by a number or what is the same in a row."""
+        """A product, multiplied or divided by a number or by what is the same in a row; None if it is neither."""
         product = _product(kind)
         labels = scaled(self.flow, product.labels, how, by, self.shape)
         return None if labels is None else product._replace(labels=labels)
@@ -408,7 +408,7 @@ class LossHead:
         self.reads.append((eqn, result, (*row_values, *(y for y, _ in factors), *(w for _, w in weights))))
 
     def _note_gather(self, eqn: Any, product: Product, label: Any) -> None:
-        """Notes a gather of what a product is at a label."""
+        """Notes a gather of one element of a product in each row, that at the label."""
         fill, labels = eqn.params["fill_value"], product.labels
         at_label = product._replace(labels=labels._replace(factors=((label, labels.rest),), rest=0.0))
         self._note(eqn, at_label, mode=eqn.params["mode"], fill=np.nan if fill is None else fill)
@@ -490,7 +490,7 @@ def _reorders(reshape: Any) -> bool:
 
 
 def apart(jaxpr: Any) -> tuple[Any, frozenset[Any]]:
-    """A program with a matmul for each scale, layout or part of logits that is read, and the products of these."""
+    """A program with a matmul of its own for each scale, layout or part of logits that is read, and their products."""
     flow = Dataflow(live_equations(jaxpr), jaxpr.outvars)
     copies: dict[int, tuple[list[Any], dict[Any, Any]]] = {}
     products: set[Any] = set()
@@ -515,7 +515,7 @@ def apart(jaxpr: Any) -> tuple[Any, frozenset[Any]]:
 
 
 def copied(eqns: Iterable[Any], names: dict[Any, Any]) -> Iterator[Any]:
-    """Equations of other variables, which `names` has for what they read, and gets for their results."""
+    """Copies of equations, which read the variables of `names`; it gets new ones for their results."""
     for eqn in eqns:
         ins, outs = renamed(eqn.invars, names), [compat.new_variable(v) for v in eqn.outvars]
         names.update(zip(eqn.outvars, outs, strict=True))

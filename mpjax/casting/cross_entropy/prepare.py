@@ -40,7 +40,7 @@ def without_logits(original: Any, setting: Setting) -> tuple[Any, tuple[tuple[An
 
 
 def _fused(jaxpr: Any, setting: Setting) -> tuple[Any, list[tuple[Any, str]]]:
-    """A program with each loss that can be from statistics, and those that stay, each with the reason."""
+    """A program whose losses are computed from statistics, and the losses that stay, each with the reason."""
     refused = []
     for matmul, found in list(losses(Dataflow(live_equations(jaxpr), jaxpr.outvars))):
         listing = classify(matmul, setting)

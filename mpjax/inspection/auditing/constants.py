@@ -167,13 +167,13 @@ def _is_suspect(node: Node, i: int, low: Callable[[Any], bool]) -> bool:
 
 
 def _is_start(site: Site, i: int) -> bool:
-    """Whether an operand is where a sum starts, what is padded with, what is divided, or a constant of a derivative."""
+    """Whether an operand starts a sum, pads an array, is a dividend, or is a constant of a derivative."""
     row = primitive(site.name)
     return row.join or (row.whole and site.phase == BACKWARD) or (i == 0 and (row.adds or row.linear == "first"))
 
 
 def unexplained(sites: Iterable[Site]) -> str:
-    """A half constant of 0 or 1 that the text of its line doesn't have, in words: what was written may be another."""
+    """A half constant of 0, 1 or inf that its line lacks, in words: another number may have been rounded to it."""
     read = ((v, site) for site in sites for i, v in enumerate(site.invars) if is_half(v) and not _is_start(site, i))
     literals = ((v, site) for v, site in read if isinstance(v, compat.Literal) and np.size(v.val) == 1)
     suspects = [(v, site) for v, site in literals if abs(float(v.val)) in (0, 1, math.inf)]

@@ -163,7 +163,7 @@ def _widened(flow: Flow) -> Iterable[Node]:
     return flow.made_by(ends, through)
 
 
-_MUCH_OF_RANGE = 0.25  # Less is what an offset of labels may leave, which seldom does.
+_MUCH_OF_RANGE = 0.25  # Bounds of labels with an offset leave it by less, and their values seldom do.
 
 
 def _wraps(flow: Flow, node: Node, known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
@@ -179,7 +179,7 @@ def _wraps(flow: Flow, node: Node, known: Callable[[Value], Facts]) -> Iterator[
             yield "wraps", node.site, dtype, f"{terms} terms of up to {what} in {dtype}, which ends at {most:.0f}"
     elif primitive(name).adds and math.isfinite(found.largest):
         makers = [flow.maker(flow.source(v, repeats)) for v in node.reads]
-        # What is above its minimum, or below its maximum, does not wrap.
+        # The differences max(x) - x and x - min(x) do not wrap.
         is_ordered = any(m and bound in m.site.name for m, bound in zip(makers, ("max", "min"), strict=True))
         if max(least - found.low, found.high - most) > _MUCH_OF_RANGE * (most - least) and not is_ordered:
             why = f"results from {found.low:.0f} to {found.high:.0f} in {dtype}: convert the operands, not the result"
@@ -376,7 +376,7 @@ def _factors(flow: Flow, value: Value, known: Callable[[Value], Facts]) -> Itera
 
 
 def _size(facts: Facts) -> float:
-    """The greatest magnitude; that of the known end if the other is open, as of a minimum with a count."""
+    """The greatest magnitude; that of the known end if the other is unknown, as in `min(1e-3, 1e-5 * count)`."""
     ends = (end for end in (facts.high, -facts.low) if 0 < end < math.inf)
     return facts.largest if math.isfinite(facts.largest) else min(ends, default=math.inf)
 

@@ -152,9 +152,9 @@ def _is_one(flow: Flow, value: Value) -> bool:
 
 
 def _unchecked(flow: Flow, is_scaled: bool) -> Iterator[Site]:
-    """The operations by which gradients pass whose inf or NaN they replace by constants, before an `is_finite`.
+    """The operations that replace inf or NaN of gradients by constants before an `is_finite` looks for them.
 
-    Without any check, those that test for inf or NaN themselves, if the loss is scaled.
+    If a scaled loss has no such check: the selections that test for inf or NaN themselves.
     """
     ends = (v for node in flow.eqns if (row := primitive(node.site.name)).logic and row.kernel for v in node.reads)
     reduced = {id(node) for node in flow.made_by(ends, _booleans)}
