@@ -19,14 +19,13 @@ from jax import lax
 
 from mpjax.casting.cross_entropy.labels import (
     Labels,
+    broadcast_of,
     gathered,
     labels_of,
     number_of,
-    row_of,
     scalar_of,
     scaled,
     times,
-    unvaried,
 )
 from mpjax.casting.setting import tracked
 from mpjax.kernels.cross_entropy import Statistics
@@ -182,7 +181,7 @@ class LossHead:
             if factor is None and self.factor is None and self.padding is None:
                 given = scalar_of(self.flow, other)
                 if given is None and not self._is_first:
-                    given = row_of(self.flow, other, shape[:-1])
+                    given = broadcast_of(self.flow, other, (*shape[:-1], 1))
                 self.factor = None if given is None else Factor(name, given, shape[:-1], len(self.moves))
                 self.steps += [] if given is None else [("factors", 0.0)]
                 return given is not None
@@ -201,7 +200,7 @@ class LossHead:
         if self._is_first:
             return False
         if name == "add" and other is not None and self.bias is None and self.padding is None:
-            self.bias = self._bias(other, shape)
+            self.bias = broadcast_of(self.flow, other, _one_row(shape))
             self.steps += [] if self.bias is None else [("bias", 0.0)]
             return self.bias is not None
         if name == "select_n" and self.padding is None and (self.bias is None or self.steps[-1][0] == "bias"):
@@ -219,23 +218,10 @@ class LossHead:
             return True
         return False
 
-    def _bias(self, other: Any, shape: Sequence[int]) -> Any:
-        """The bias that was broadcast to the shape of the logits; None if it is none."""
-        if isinstance(other, compat.Literal):
-            return None
-        if other.aval.shape == (*(1 for _ in shape[:-1]), shape[-1]):
-            return other
-        maker = self.flow.maker(unvaried(self.flow, other))
-        if maker is None or maker.primitive.name != "broadcast_in_dim":
-            return None
-        (source,) = maker.invars
-        one_row = source.aval.shape in (shape[-1:], (*(1 for _ in shape[:-1]), shape[-1]))
-        return source if one_row and maker.params["broadcast_dimensions"][-1] == len(shape) - 1 else None
-
     def _as_padding(self, eqn: Any, v: Any) -> Padding | None:
         """Logits with padding, whose number is so low that a logit added to it is lost in float32."""
         mask, *cases = eqn.invars
-        source = self._bias(mask, v.aval.shape) if len(cases) == 2 else None
+        source = broadcast_of(self.flow, mask, _one_row(v.aval.shape)) if len(cases) == 2 else None
         number = number_of(self.flow, cases[1] if cases[0] is v else cases[0])
         if source is None or number is None or number > _PADDING:
             return None
@@ -272,7 +258,7 @@ class LossHead:
 
     def _reader(self, eqn: Any) -> Any:
         """What an equation that reads logits makes of them; None if it is a reduction, which is noted."""
-        name, ins = eqn.primitive.name, eqn.invars
+        name, ins, rows = eqn.primitive.name, eqn.invars, (*self.shape, 1)
         kinds, product = [self._kind(x) for x in ins], None
         if name in ("add", "mul") and kinds[0] is None:
             ins, kinds = ins[::-1], kinds[::-1]
@@ -281,7 +267,7 @@ class LossHead:
                 return kind
             case "stop_gradient", [Logits(())]:
                 return Logits()
-            case "sub" | "add", [Logits(shift), None] if (row := row_of(self.flow, ins[1], self.shape)) is not None:
+            case "sub" | "add", [Logits(shift), None] if (row := broadcast_of(self.flow, ins[1], rows)) is not None:
                 return Logits((*shift, (name, row)))
             case "exp", [Logits() as logits]:
                 return Product(_ONE, logits)
@@ -345,7 +331,7 @@ class LossHead:
     def _scaled(self, kind: Any, how: str, by: Any) -> Product | None:
         """A product, multiplied or divided by a number or by what is the same in a row; None if it is neither."""
         product = _product(kind)
-        labels = scaled(self.flow, product.labels, how, by, self.shape)
+        labels = scaled(self.flow, product.labels, how, by, (*self.shape, 1))
         return None if labels is None else product._replace(labels=labels)
 
     def _contracts_vocabulary(self, eqn: Any) -> bool:
@@ -412,6 +398,10 @@ class LossHead:
         fill, labels = eqn.params["fill_value"], product.labels
         at_label = product._replace(labels=labels._replace(factors=((label, labels.rest),), rest=0.0))
         self._note(eqn, at_label, mode=eqn.params["mode"], fill=np.nan if fill is None else fill)
+
+
+def _one_row(shape: Sequence[int]) -> tuple[int, ...]:
+    return (*(1 for _ in shape[:-1]), shape[-1])
 
 
 def _read_by(eqn: Any) -> str:

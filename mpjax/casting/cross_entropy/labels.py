@@ -81,7 +81,7 @@ def labels_of(flow: Dataflow, x: Any, shape: Sequence[int]) -> Labels | None:
     eqn = flow.maker(unvaried(flow, x))
     if eqn is None or x.aval.shape != tuple(shape):
         return None
-    name, ins = eqn.primitive.name, eqn.invars
+    name, ins, rows = eqn.primitive.name, eqn.invars, (*shape[:-1], 1)
     if name == "select_n" and len(ins) == 3:
         off, on, hit = number_of(flow, ins[1]), number_of(flow, ins[2]), labels_of(flow, ins[0], shape)
         if off is not None and on is not None and hit is not None and hit.rest == 0 and not hit.weights:
@@ -91,7 +91,7 @@ def labels_of(flow: Dataflow, x: Any, shape: Sequence[int]) -> Labels | None:
         return hot if hot is not None and hot.is_hot and least is not None and 0 <= least < 1 else None
     elif name == "eq":
         for i in (0, 1):
-            if _counts(flow, ins[i], shape[-1]) and (label := row_of(flow, ins[1 - i], shape[:-1])) is not None:
+            if _counts(flow, ins[i], shape[-1]) and (label := broadcast_of(flow, ins[1 - i], rows)) is not None:
                 return Labels(((label, 1.0),))
     elif name == "convert_element_type":
         labels = labels_of(flow, ins[0], shape)
@@ -103,7 +103,7 @@ def labels_of(flow: Dataflow, x: Any, shape: Sequence[int]) -> Labels | None:
             if labels is None:
                 continue
             if name in ("mul", "div"):
-                return scaled(flow, labels, name, ins[1 - i], shape[:-1])
+                return scaled(flow, labels, name, ins[1 - i], rows)
             number = number_of(flow, ins[1 - i])
             if number is not None and not labels.weights:
                 return labels._replace(rest=labels.rest + (number if name == "add" else -number))
@@ -114,7 +114,7 @@ def scaled(flow: Dataflow, labels: Labels, how: str, by: Any, rows: Sequence[int
     """Labels, multiplied or divided by a number or by what is the same in a row; None if it is neither."""
     if (number := number_of(flow, by)) is not None:
         return times(labels, number if how == "mul" else 1 / number)
-    weight = row_of(flow, by, rows)
+    weight = broadcast_of(flow, by, rows)
     return None if weight is None else labels._replace(weights=(*labels.weights, (how, weight)))
 
 
@@ -135,23 +135,20 @@ def _counts(flow: Dataflow, x: Any, size: int) -> bool:
     return False
 
 
-def row_of(flow: Dataflow, x: Any, rows: Sequence[int]) -> Any:
-    """The variable that an operand is made of that is the same for all of the vocabulary; None if it isn't."""
-    if not isinstance(x, compat.Literal) and x.aval.shape == (*rows, 1):
+def broadcast_of(flow: Dataflow, x: Any, sizes: Sequence[int]) -> Any:
+    """The variable that an operand repeats, with an element for each of the sizes, 1 where it is repeated, else None.
+
+    So (rows, 1) is for what is the same for all of the vocabulary, and (1, vocabulary) for what is the same in rows.
+    """
+    if not isinstance(x, compat.Literal) and x.aval.shape == tuple(sizes):
         return x
     eqn = flow.maker(unvaried(flow, x))
-    if eqn is None or eqn.primitive.name != "broadcast_in_dim":
+    if eqn is None or eqn.primitive.name != "broadcast_in_dim" or isinstance(eqn.invars[0], compat.Literal):
         return None
     (source,) = eqn.invars
-    if isinstance(source, compat.Literal):
-        return None
     dims, shape = eqn.params["broadcast_dimensions"], source.aval.shape
-    if math.prod(shape) != math.prod(rows):
-        return None
-    wide = [n for n, d in zip(shape, dims, strict=True) if d < len(rows)]
-    last = [n for n, d in zip(shape, dims, strict=True) if d == len(rows)]
-    same = [n for n in wide if n != 1] == [n for n in rows if n != 1]
-    return source if same and last in ([], [1]) else None
+    varies_there = all(n in (1, sizes[d]) for n, d in zip(shape, dims, strict=True))
+    return source if varies_there and math.prod(shape) == math.prod(sizes) else None
 
 
 def gathered(flow: Dataflow, eqn: Any, rows: Sequence[int]) -> Any:
