@@ -110,7 +110,8 @@ class LossHead:
         padding: Which of the vocabulary are padding, as `Padding`; None without any.
         inside: The equations that the statistics replace.
         reads: The reductions, each with a function from statistics and row values to its result, and its row values.
-        labels: The arrays of labels, each with whether a label outside of the vocabulary is the nearest one in it.
+        labels: The arrays of labels, each with whether a label outside of the vocabulary is the nearest one in it, and
+            its number.
         shape: The shape of the logits without the vocabulary.
     """
 
@@ -126,7 +127,7 @@ class LossHead:
         self.padding: Padding | None = None
         self.inside: list[Any] = [matmul]
         self.reads: list[tuple[Any, Callable[..., Any], tuple[Any, ...]]] = []
-        self.labels: list[tuple[Any, bool]] = []
+        self.labels: dict[tuple[Any, bool], int] = {}
         self.known: dict[Any, Any] = {}
         self.stopped: set[Any] = set()  # what is made of logits, and has no derivative
         self.sums: set[Any] = set()  # sums of exponentials
@@ -340,11 +341,6 @@ class LossHead:
         contracted, batch = eqn.params["dimension_numbers"]
         return bool(contracted == ((len(rows),),) * 2 and batch == (rows, rows))
 
-    def _label(self, v: Any, clipped: bool = False) -> int:
-        if (v, clipped) not in self.labels:
-            self.labels.append((v, clipped))
-        return self.labels.index((v, clipped))
-
     def _note(
         self, eqn: Any, product: Product, at: Callable[..., Any] | None = None, mode: Any = None, fill: Any = 0.0
     ) -> None:
@@ -359,9 +355,9 @@ class LossHead:
         """
         (factors, rest, weights), exponentials, logits = product
         clipped = mode not in (None, lax.GatherScatterMode.FILL_OR_DROP)
-        labels, size = [(self._label(y, clipped), factor) for y, factor in factors], self.vocabulary
+        labels = [(self.labels.setdefault((y, clipped), len(self.labels)), factor) for y, factor in factors]
         shifts = [[] if each is None else each.shift for each in (exponentials, logits)]
-        stopped = eqn.outvars[0] in self.stopped
+        size, stopped = self.vocabulary, eqn.outvars[0] in self.stopped
         if at is None and product.is_exponential and rest > 0 and not weights:
             self.sums.add(eqn.outvars[0])
 
