@@ -84,9 +84,8 @@ def risks_of(flow: Flow, original: Callable[[], TracedCall]) -> tuple[Risk, ...]
     for node in nodes:
         found += _constants(node, known)
         found += _wraps(flow, node, known) if node.site.name in SUMS or id(node) in widened else ()
-    found += _lost(
-        nodes, lost_constants((node for node in nodes if primitive(node.site.name).op is not Op.CONVERT), original)
-    )
+    readers = (node for node in nodes if primitive(node.site.name).op is not Op.CONVERT)
+    found += _lost(nodes, lost_constants(readers, original))
     return _merged([*found, *_norms(flow), *_updates(flow, known), *_accumulators(flow, known)])
 
 

@@ -226,6 +226,6 @@ def _tests_gradients(flow: Flow, mask: Value) -> bool:
         with_nonfinite = compares and any(not np.isfinite(np.asarray(c, np.float32)).all() for c in constants)
         return node.site.name == "is_finite" or with_itself or with_nonfinite
 
-    through = lambda node: () if is_test(node) else _booleans(node)  # noqa: E731
-    tested = (read for node in flow.made_by([mask], through) if is_test(node) for read in node.reads)
+    tests = filter(is_test, flow.made_by([mask], lambda node: () if is_test(node) else _booleans(node)))
+    tested = (read for node in tests for read in node.reads)
     return any(_is_gradient(flow, flow.source(read, lambda node: node.site.name == "abs")) for read in tested)
