@@ -91,6 +91,11 @@ class LossScaleWarning(UserWarning):
     """An optimizer is wrapped in a way that breaks loss scaling or loses small updates."""
 
 
+def warn(message: str) -> None:
+    """Warns about the user's line."""
+    warnings.warn(f"loss scaling: {message}", LossScaleWarning, stacklevel=user_stacklevel())
+
+
 def find_loss_scale_state(opt_state: Any) -> LossScaleState:
     """Finds the `LossScaleState` in an optimizer state, a `TrainState` or an `nnx.Optimizer`.
 
@@ -168,7 +173,7 @@ _AFTER_ROUNDING = (
 def check_wiring(opt_state: Any) -> None:
     """Warns where the positions of states show that transformations are in an order that breaks them."""
     for message in dict.fromkeys(_miswirings(opt_state)):
-        warnings.warn(f"loss scaling: {message}", LossScaleWarning, stacklevel=user_stacklevel())
+        warn(message)
 
 
 def _miswirings(node: Any) -> Iterator[str]:
