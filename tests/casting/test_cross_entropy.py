@@ -158,6 +158,14 @@ def rows_behind_and_swapped(params, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(logits, y.T).mean()
 
 
+def capped_and_named_before_it_is_transposed(params, x, y):
+    """With the weights of tokens as factors of the logits."""
+    _, table, b = params
+    capped = checkpoint_name(3 * jnp.tanh(jnp.einsum("vd,btd->vbt", table, x) / 3), "logits")
+    logits, weights = capped.transpose(1, 2, 0), jax.nn.softplus(b[y])[..., None]
+    return jnp.mean(jax.nn.logsumexp(logits, -1)) - jnp.sum(jax.nn.one_hot(y, V) * (logits * weights)) / y.size
+
+
 def on_and_off_values(params, x, y):
     """Flax's `common_utils.onehot` with label smoothing, as in its examples of translation and language models."""
     hit = y[..., None] == jnp.arange(V).reshape((1,) * y.ndim + (-1,))
@@ -337,8 +345,9 @@ LOSSES = {
     for f in (
         log_softmax, integer_labels, one_hot, smoothed, logsumexp, z_loss, compared, tied, biased_and_cold, capped,
         shifted_and_ignored, flat, indexed, indexed_by_rows, with_accuracy, policy_gradient, jitted, checkpointed,
-        scanned, mapped, outside, of_a_layer_of_each_token, of_each_row, rows_behind_and_swapped, on_and_off_values,
-        smoothed_where, padded_vocabulary, padded_and_biased, labels_in_the_padding, padded_then_scaled_and_capped,
+        scanned, mapped, outside, of_a_layer_of_each_token, of_each_row, rows_behind_and_swapped,
+        capped_and_named_before_it_is_transposed, on_and_off_values, smoothed_where,
+        padded_vocabulary, padded_and_biased, labels_in_the_padding, padded_then_scaled_and_capped,
         summed_at_once, contracted, named_and_divided_by_a_root, at_a_learned_temperature, biased_scaled_and_capped,
         weighted_in_the_labels, weighted_by_learned_weights, focal,
         with_an_entropy, with_an_entropy_of_logits, of_probabilities, margin, shifted_with_a_gradient,
