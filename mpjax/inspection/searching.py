@@ -165,7 +165,7 @@ def _share(error: float | None) -> str:
 
 
 _SCALES = (2.0**15, 2.0**10, 2.0**5, 1.0)  # tried in turn; the first is that of `dynamic_loss_scale`
-_GREATER = (2.0**24, 2.0**20)  # to which it grows while gradients are finite
+_GREATER = (2.0**24, 2.0**20)  # `dynamic_loss_scale` grows to these while gradients are finite
 _MOST_PASSES = 13  # each traces and runs the gradient once: about half of the time of compiling it
 _PRIMITIVES = 2  # tried alone
 _OTHERS = 0.1  # the squared score of a primitive in all other places, over that in its only place

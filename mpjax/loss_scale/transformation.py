@@ -220,7 +220,10 @@ def _loss_scaled(
     grads_are_scaled: bool,
     allows_float16: bool = True,
 ) -> LossScaled:
-    """The implementation of the public transformations, which differ in `next_scale`. A scale of 1 may warn."""
+    """The implementation of the public transformations, which differ in `next_scale`.
+
+    Unless it `allows_float16`, an update without a scale warns of gradients of a float16 backward pass.
+    """
     inner = as_transformation(inner)
     advance, finish = applying.update_in_parts(inner)
     expects_scaled = not grads_are_scaled and init_scale > 1

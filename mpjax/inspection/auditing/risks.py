@@ -152,7 +152,7 @@ def _is_small_integer(value: Value) -> bool:
 
 
 def _widened(flow: Flow) -> Iterable[Node]:
-    """The equations of small integers whose results are converted to floats or larger integers, unless selected."""
+    """The equations of small integers whose results become floats or larger integers, but not through a `where`."""
 
     def through(node: Node) -> Iterable[Value]:
         return filter(_is_small_integer, node.reads if node.site.name != "select_n" else ())
