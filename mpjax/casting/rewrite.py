@@ -38,6 +38,7 @@ from mpjax.program.dataflow import Dataflow
 from mpjax.program.evaluator import evaluate
 from mpjax.program.formats import Format
 from mpjax.program.primitives import MATMULS, primitive
+from mpjax.program.source import REMATTED
 
 # By name: a softmax's maximum is issued in another form for a TPU.
 
@@ -191,7 +192,8 @@ def _run_region(region: RematRegion, operands: Sequence[Any], plan: Plan) -> Seq
         if isinstance(barriers, tuple) and any(is_repeated(step.eqn) for step in region.eqns):
             # Part of a backward pass already: without the barrier that JAX would add, XLA would undo the repetition.
             computed = [i for i, flag in enumerate(barriers) if flag]
-            held = jax.lax.optimization_barrier([arrays[i] for i in computed])
+            with jax.named_scope(REMATTED):
+                held = lax.optimization_barrier([arrays[i] for i in computed])
             arrays = [*map(dict(zip(computed, held, strict=True)).get, range(len(arrays)), arrays)]
         if region.packs and not compat.under_jet():
             packs = kept(region.packs, operands)
