@@ -16,6 +16,7 @@ from mpjax.casting.setting import Setting, tracked
 from mpjax.casting.streams import has_matmuls
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow, dataflow, variables
+from mpjax.program.derivative_rules import may_close_over_tracers
 from mpjax.program.graph import sub_jaxprs
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import REMATTED, is_backward, scopes
@@ -44,7 +45,7 @@ def inside_of_call(eqn: Any) -> Sequence[Any]:
 
 def with_recomputed(jaxpr: Any, setting: Setting) -> Any:
     """An open jaxpr in which the backward pass, if it has one, repeats cheap equations of the forward pass."""
-    if not setting.recompute or setting.folded:
+    if not setting.recompute or setting.folded or setting.owners:  # Owners are known by equation.
         return jaxpr
     last = next((i for i, eqn in reversed([*enumerate(jaxpr.eqns)]) if is_backward(eqn)), -1)
     before, after = jaxpr.eqns[: last + 1], jaxpr.eqns[last + 1 :]  # An optimizer follows.
@@ -131,7 +132,14 @@ def _roots(eqns: Sequence[Any], kept: Set[Any]) -> dict[Any, frozenset[Any]]:
 def _is_repeatable(eqn: Any) -> bool:
     """Whether an equation is cheap, and its results take as much memory as what it reads."""
     grows = all(compat.numel(v.aval) <= _size(eqn) for v in variables(eqn.invars))
-    return grows and is_cheap(eqn) and not primitive(eqn.primitive.name).rule
+    return grows and is_cheap(eqn) and not _closes_over(eqn)
+
+
+def _closes_over(eqn: Any) -> bool:
+    """Whether an equation, or one of a call, has a derivative rule that may close over a value of the program."""
+    row = primitive(eqn.primitive.name)
+    own = row.rule and may_close_over_tracers(eqn.params)
+    return own or (row.call and any(map(_closes_over, inside_of_call(eqn))))
 
 
 def _large(eqn: Any) -> Iterator[Any]:

@@ -259,7 +259,8 @@ def _rounds(step: Step) -> bool:
 def _is_arithmetic(step: Step) -> bool:
     """Whether a step computes element by element, in the dtype of its operands, or is a call of such steps."""
     if step.action is Action.ENTER:
-        return _is_folded(step) and not step.closures and _is_elementwise(step)
+        plain = all(plan.setting.plain for plan in step.plans)  # A user's rule may match inside.
+        return plain and _is_folded(step) and not step.closures and _is_elementwise(step)
     inferred = step.listing.op is Op.INFER and not (step.listing.entry or step.listing.region)
     return inferred and primitive(step.eqn.primitive.name).pointwise
 
@@ -391,14 +392,15 @@ class _Stretches:
 
     def _end_of_chain(self, run: Sequence[Step], last: int) -> int:
         """The end of a region, after offsets and factors of its last result that nothing else reads."""
-        (end,) = run[last].outvars[-1:]
-        for i in range(last + 1, len(run)):
-            found = self._activations(run[i])
-            if found and not (found == {end} and _is_arithmetic(run[i]) and self._readers(end) == {id(run[i])}):
+        end = run[last].outvars[-1]
+        for i, step in enumerate(run[last + 1 :], last + 1):
+            found = self._activations(step)
+            goes_on = found == {end} and _is_arithmetic(step) and self._readers(end) == {id(step)}
+            if found and not (goes_on and len(step.outvars) == 1):
                 break
             if found:
-                (end,) = run[i].outvars
-                last = i if _adds(run[i]) else last
+                end = step.outvars[0]
+                last = i if _adds(step) else last
         return last
 
     def _readers(self, v: Any) -> Set[int]:

@@ -189,7 +189,8 @@ def _run_region(region: RematRegion, operands: Sequence[Any], plan: Plan) -> Seq
     barriers = _barriers(region, plan)
     packs: dict[int, Any] = {}
     with compat.in_scopes(region.scopes):
-        if isinstance(barriers, tuple) and any(is_repeated(step.eqn) for step in region.eqns):
+        repeats = any(is_repeated(step.eqn) for step in region.eqns)
+        if repeats and isinstance(barriers, tuple) and not compat.under_jet():
             # Part of a backward pass already: without the barrier that JAX would add, XLA would undo the repetition.
             computed = [i for i, flag in enumerate(barriers) if flag]
             with jax.named_scope(REMATTED):

@@ -157,6 +157,20 @@ def test_a_sum_of_offsets_is_rounded_once(name, dtype):
     assert found <= 1.3
 
 
+@pytest.mark.standard_promotion
+def test_a_call_with_two_results_ends_a_chain_of_offsets():
+    both = jax.jit(lambda z, p: (z - p["mean"], z + p["mean"]))
+
+    def loss(p, x):
+        low, high = both(jnp.clip(x @ p["w"] + p["mean"], -1, 1), p)
+        return jnp.mean((low @ p["v"] - high @ p["v"]) ** 2)
+
+    rng = np.random.default_rng(0)
+    p = {name: rng.normal(size=(8, 8)).astype(np.float32) for name in "wv"} | {"mean": np.ones(8, np.float32)}
+    kind = Kind(loss, p, rng.normal(size=(16, 8)).astype(np.float32))
+    assert error_of_by_hand(kind, lambda f: mpjax.autocast(f, "mixed_bfloat16"), jnp.dtype("bfloat16")) <= 2
+
+
 @pytest.mark.parametrize("key", [lambda key: jax.random.split(key)[0], lambda key: key.reshape(()), lambda key: key])
 def test_a_difference_of_random_numbers_from_a_number_is_cast(key):
     """What they depend on is a key, which is no number."""
