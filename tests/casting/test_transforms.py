@@ -189,8 +189,11 @@ def test_own_primitives_run_where_jit_is_disabled():
         q, k, v = (jnp.reshape(x @ w, (1, 4, 4, 4)) for _ in range(3))
         return jnp.mean(jax.nn.dot_product_attention(q, k, v))
 
+    def gated(w, x):
+        return jnp.mean((jax.nn.gelu(x @ w) @ w) ** 2)
+
     w, x = jnp.tile(W, (2, 2)), jnp.tile(X, (1, 2))  # Rows of fewer than 16 elements are not packed.
-    for fun, options in (attend, {"attention": "fused"}), (model, {"residuals": "int8"}):
+    for fun, options in (attend, {"attention": "fused"}), (gated, {"residuals": "int8"}):
         cast = mpjax.autocast(fun, "mixed_bfloat16", rules=mpjax.Rules(**options))
         with jax.disable_jit():
             found = jax.grad(cast)(w, x)
