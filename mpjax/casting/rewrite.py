@@ -195,7 +195,8 @@ def _run_region(region: RematRegion, operands: Sequence[Any], plan: Plan) -> Seq
             computed = [i for i, flag in enumerate(barriers) if flag]
             with jax.named_scope(REMATTED):
                 held = lax.optimization_barrier([arrays[i] for i in computed])
-            arrays = [*map(dict(zip(computed, held, strict=True)).get, range(len(arrays)), arrays)]
+            for i, array in zip(computed, held, strict=True):
+                arrays[i] = array
         if region.packs and not compat.under_jet():
             packs = kept(region.packs, operands)
             outs = _remembering(model, plan, barriers)(arrays, packs)

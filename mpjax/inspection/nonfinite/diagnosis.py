@@ -218,10 +218,15 @@ def constants_lost(flow: Flow, node: Node, original: Callable[[], TracedCall], o
     here = {id(each.site.eqn) for each in (*read, *(each for each in nodes if each.site.source == line))}
     found = [lost for lost in lost_constants(nodes, original, is_float) if lost.written is not None]
     near = [lost for lost in found if id(lost.site.eqn) in here and (ones or abs(lost.value) != 1)]
-    starts = lambda each: (row := primitive(each.site.name)).kernel and row.accumulates  # noqa: E731 - a scatter's sum
-    matters = (each for each in nodes if each is node or not all(map(starts, flow.readers.get(each.writes[0], ()))))
+    matters = (each for each in nodes if each is node or not _starts_a_scatter(flow, each))
     doubtful = unexplained(each.site for each in matters if id(each.site.eqn) in here)
     return near or [lost for lost in found if abs(lost.value) != 1], doubtful
+
+
+def _starts_a_scatter(flow: Flow, node: Node) -> bool:
+    """Whether only sums of a scatter read a result."""
+    rows = [primitive(each.site.name) for each in flow.readers.get(node.writes[0], ())]
+    return all(row.kernel and row.accumulates for row in rows)
 
 
 def index_out_of_bounds(flow: Flow, node: Node, ranges: Sequence[Any]) -> str:
