@@ -19,7 +19,7 @@ from mpjax.inspection.reports import by_key
 from mpjax.program import compat
 from mpjax.program.dtypes import is_float, is_half
 from mpjax.program.graph import Site, sub_jaxprs
-from mpjax.program.inlining import CONSTANT, INPUT, Flow, Node, Value
+from mpjax.program.inlining import COMPUTED, CONSTANT, INPUT, Flow, Node, Value
 from mpjax.program.primitives import MATMULS, Op, drops_axes, primitive
 from mpjax.program.source import BACKWARD
 from mpjax.program.tracing import TracedCall
@@ -271,14 +271,15 @@ def _updates(flow: Flow, known: Callable[[Value], Facts]) -> Iterator[RiskySite]
         parts = (part for facts, part in factors if facts.is_constant and facts.low >= _KEEPING_FACTOR)
         return any(all(is_start(v, before) for v in _sources(flow, old)) for old in (value, *parts))
 
-    of_calls = ((None, value) for value in dict.fromkeys(flow.outputs))
-    for before, value in (*of_calls, *((before, after) for _, before, after in _carries(flow))):
+    of_calls = ((None, value, None) for value in dict.fromkeys(flow.outputs))
+    of_loops = ((before, after, loop.inner[-1].inputs) for loop, before, after in _carries(flow))
+    for before, value, given in (*of_calls, *of_loops):
         made = [node for node in map(flow.maker, _sources(flow, value)) if node is not None]
         node = made[0] if len(made) == 1 else None  # One of several may be rounded in another way: stochastically.
         if not is_half(value) or node is None or not primitive(node.site.name).adds or len(node.reads) != 2:
             continue
         pairs = node.reads, node.reads[::-1]
-        added = [(old, new) for old, new in pairs if is_kept(old, before) and (before or not _is_layer(flow, old, new))]
+        added = [(old, new) for old, new in pairs if is_kept(old, before) and not _is_layer(flow, old, new, given)]
         steps = [_size(facts) for _, new in added for facts, _ in _factors(flow, new, known)]
         if steps and min(steps) <= _SMALL_FACTOR:
             dtype = value.aval.dtype
@@ -286,15 +287,37 @@ def _updates(flow: Flow, known: Callable[[Value], Facts]) -> Iterator[RiskySite]
             yield "update", node.site, dtype.name, why
 
 
-def _is_layer(flow: Flow, old: Value, new: Value) -> bool:
-    """Whether a term is a branch of a residual stream: a matmul of the other term, outside of a backward pass."""
+def _is_layer(flow: Flow, old: Value, new: Value, given: Sequence[Value] | None) -> bool:
+    """Whether a term is a branch of a residual stream: matmuls of the other term, outside of a backward pass.
+
+    A gradient by formulas contracts an operand of these matmuls once more, along its other axes: x.T @ (x @ w - y).
+    In a loop, of which `given` are the inputs, layers have weights of their own: with the same, it integrates.
+    """
 
     def forward(node: Node) -> Iterable[Value]:
         return () if node.site.phase == BACKWARD else node.reads
 
-    matmuls = [node for node in flow.made_by([new], forward) if node.site.name in MATMULS]
+    def contracted(value: Value, axes: Iterable[int]) -> tuple[Value, frozenset[int]]:
+        """The axes along which a value is contracted, seen through transpositions."""
+        while (node := flow.maker(value)) is not None and node.site.name in ("transpose", "convert_element_type"):
+            order, (value,) = node.site.eqn.params.get("permutation"), node.reads
+            axes = [order[axis] for axis in axes] if order else axes
+        return value, frozenset(axes)
+
+    def depends(values: Iterable[Value]) -> bool:
+        return any(flow.depends(values, start) for start in starts)
+
     starts = [*_sources(flow, old)]
-    return any(node.site.phase != BACKWARD and flow.depends(node.reads, v) for node in matmuls for v in starts)
+    made = (node for node in flow.made_by([new], forward) if node.site.name in MATMULS)
+    matmuls = [node for node in made if node.site.phase != BACKWARD and depends(node.reads)]
+    dots = [node for node in matmuls if node.site.name == "dot_general"]
+    pairs = {
+        contracted(*pair) for n in dots for pair in zip(n.reads, n.site.eqn.params["dimension_numbers"][0], strict=True)
+    }
+    weights = [value for value, _ in pairs if not depends([value])]
+    changes = [v for v in given or () if v.kind == COMPUTED and flow.maker(v) is None]
+    is_own = given is None or any(flow.depends(weights, v) for v in changes)
+    return bool(matmuls) and is_own and len(pairs) == len({value for value, _ in pairs})
 
 
 def _carries(flow: Flow) -> Iterator[tuple[Node, Value, Value]]:

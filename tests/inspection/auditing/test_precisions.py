@@ -108,6 +108,37 @@ def test_a_scaled_branch_of_a_residual_stream_is_no_update():
 
     assert kinds(step, w, x) == ["update"]
 
+    def layers(ws, x):
+        return jax.lax.scan(lambda x, w: (layer(w, x), None), x, ws)[0]
+
+    assert kinds(layers, jax.ShapeDtypeStruct((3, 8, 8), half), x) == []
+
+    def graph(a, w, x):
+        return x + half(0.01) * (a @ jnp.tanh(a @ x @ w))
+
+    assert kinds(graph, jax.ShapeDtypeStruct((4, 4), half), w, x) == []
+
+
+def test_an_update_by_a_gradient_from_formulas_is_no_branch():
+    half = jnp.bfloat16
+    w, x = jax.ShapeDtypeStruct((8, 8), half), jax.ShapeDtypeStruct((4, 8), half)
+    kinds = lambda fun, *args: [risk.kind for risk in mpjax.audit(fun, *args).risks]
+    step = lambda w, x: w - half(0.01) * (x.T @ (x @ w - x))
+    assert kinds(step, w, x) == ["update"]
+    assert kinds(lambda w, x: w - half(0.01) * jnp.einsum("bi,bj->ij", x, x @ w - x), w, x) == ["update"]
+
+    def steps(w, xs):
+        return jax.lax.scan(lambda w, x: (step(w, x), None), w, xs)[0]
+
+    assert kinds(steps, w, jax.ShapeDtypeStruct((3, 4, 8), half)) == ["update"]
+
+    def of_two_layers(v, w, x):
+        h = jnp.tanh(x @ v)
+        error = h @ w - x
+        return v - half(0.01) * (x.T @ (error @ w.T * (1 - h * h))), w - half(0.01) * (h.T @ error)
+
+    assert kinds(of_two_layers, w, w, x) == ["update"]
+
 
 @pytest.mark.standard_promotion  # optax's
 @pytest.mark.filterwarnings("ignore:loss scaling:UserWarning")
