@@ -48,8 +48,8 @@ NOT_LINEAR = (
     "--policy mixed_bfloat16"
 )
 SKIPPED = (
-    "so far were inf or NaN at any loss scale, and their updates skipped: the forward pass overflows float16 (--policy "
-    "mixed_bfloat16, --deny PATTERN), its rounding breaks a decomposition, or the run diverges in float32 too"
+    "so far were inf or NaN at any loss scale, and their updates skipped: mpjax.find_nonfinite(loss, ...) shows the "
+    "operation; if it overflows float16 alone, use --policy mixed_bfloat16 or --deny PATTERN"
 )
 _LISTS = ("MPJAX_ALLOWLIST_ADD", "MPJAX_DENYLIST_ADD", "MPJAX_INFERLIST_ADD")
 

@@ -572,6 +572,7 @@ def test_skipped_steps_are_counted_wherever_they_run(launched, place, capsys):
     assert counts[[0, NONFINITE - CALLS]].tolist() == [5, 4]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"mpjax run: {name}: 3 of 4 gradients so far were inf or NaN at any loss scale")
+    assert "find_nonfinite" in line, "names causes that it did not look for"
 
 
 def test_a_compiled_step_that_skips_most_says_so_while_it_runs(launched, capsys):
