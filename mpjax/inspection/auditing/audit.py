@@ -24,7 +24,7 @@ from mpjax.inspection.reports import added_up, totals
 from mpjax.program import compat, contexts
 from mpjax.program.dtypes import is_float
 from mpjax.program.graph import Site, not_entered, operands_read, walk
-from mpjax.program.inlining import Flow, Value, flow_of
+from mpjax.program.inlining import Flow, Node, Value, flow_of
 from mpjax.program.objects import filled
 from mpjax.program.owners import owners_of
 from mpjax.program.primitives import Op, primitive
@@ -147,7 +147,11 @@ _WIDENED = (
 
 def _kept(residuals: Sequence[Value], flow: Flow) -> tuple[Kept, ...]:
     """The kept values by the operation that makes them, most bytes first."""
-    marks_saved = lambda node: node.site.name in ("reduce_precision", "name")  # noqa: E731 - by a checkpoint's policy
+
+    def marks_saved(node: Node) -> bool:
+        """Whether a checkpoint's policy marks its operand."""
+        return node.site.name in ("reduce_precision", "name")
+
     rows = (
         ((node.site.path, node.site.source, node.site.name, value.aval.dtype.name), (value.bytes, 1))
         for value in residuals

@@ -190,8 +190,8 @@ class PrecisionReport(Report):
 
     def _kept(self) -> list[tuple[str, ...]]:
         names, total = folded(row.module for row in self.kept), sum(row.bytes for row in self.kept)
-        place = lambda row: (names[row.module] or "-", row.source, _OPS.get(row.op, row.op), row.dtype)  # noqa: E731
-        rows = totals((place(row), row.bytes) for row in self.kept)
+        places = ((names[row.module] or "-", row.source, _OPS.get(row.op, row.op), row.dtype) for row in self.kept)
+        rows = totals(zip(places, (row.bytes for row in self.kept), strict=True))
         ranked = sorted(rows.items(), key=lambda pair: -pair[1])
         return [(*where, amount(size, "B"), f"{size / total:.1%}") for where, size in ranked]
 

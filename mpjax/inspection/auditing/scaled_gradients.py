@@ -80,8 +80,10 @@ class _Scaled:
 
     def clips(self) -> Iterator[Site]:
         """The bounds of scaled values that reach a division by the factor."""
-        in_backward = lambda node: node.site.phase == BACKWARD and not node.inner  # noqa: E731
-        through = lambda node: [] if in_backward(node) else self._scaled_reads(node)  # noqa: E731
+
+        def through(node: Node) -> Iterable[Value]:
+            return [] if node.site.phase == BACKWARD and not node.inner else self._scaled_reads(node)
+
         for node in self.flow.made_by(self.divisions.values(), through):
             if node.site.phase != BACKWARD and self._is_bounded(node):
                 yield node.site
@@ -146,7 +148,10 @@ class _Scaled:
 
 def _is_one(flow: Flow, value: Value) -> bool:
     """Whether a cotangent is 1, up to division by constants: the first one of a backward pass."""
-    scales = lambda node: repeats(node) or (node.site.phase == BACKWARD and primitive(node.site.name).scales)  # noqa: E731
+
+    def scales(node: Node) -> bool:
+        return repeats(node) or (node.site.phase == BACKWARD and primitive(node.site.name).scales)
+
     source = flow.source(value, scales)
     return source.kind == CONSTANT and not value.aval.shape and bool(np.all(np.asarray(source.constant) == 1))
 

@@ -238,8 +238,7 @@ def index_out_of_bounds(flow: Flow, node: Node, ranges: Sequence[Any]) -> str:
     last = size - eqn.params["slice_sizes"][axes[0]]
     bad = [int(i) for i in (high, low) if not 0 <= i <= last]
     # NumPy's indexing adds the size to a negative one.
-    is_move = lambda each: each.site.name in ("reshape", "broadcast_in_dim", "convert_element_type")  # noqa: E731
-    maker = flow.maker(flow.source(node.reads[1], is_move))
+    maker = flow.maker(flow.source(node.reads[1], repeats))
     added = size if maker is not None and maker.site.name == "select_n" and bad and bad[0] < 0 else 0
     return f"index {bad[0] - added} of an axis of {size}" if bad else ""
 
@@ -248,7 +247,10 @@ def is_of_softmax(flow: Flow, node: Node) -> bool:
     """Whether an equation takes the maximum of a row from the row."""
     if node.site.name != "sub":
         return False
-    through = lambda each: each.reads if repeats(each) or each.site.name == "max" else ()  # noqa: E731
+
+    def through(each: Node) -> Iterable[Value]:
+        return each.reads if repeats(each) or each.site.name == "max" else ()
+
     maxima = (each for each in flow.made_by(node.reads[1:], through) if each.site.name == "reduce_max")
     return any(flow.source(each.reads[0], repeats) is flow.source(node.reads[0], repeats) for each in maxima)
 
@@ -257,7 +259,7 @@ def cast_input(flow: Flow, node: Node) -> int | None:
     """The index of the program's input that an equation casts; None if it casts a computed value, or is no cast."""
     if primitive(node.site.name).op is not Op.CONVERT:
         return None
-    source = flow.source(node.reads[0], lambda each: primitive(each.site.name).moves)
+    source = flow.source(node.reads[0], repeats)
     return flow.inputs.index(source) if source in flow.inputs else None
 
 

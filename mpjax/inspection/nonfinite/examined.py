@@ -165,7 +165,9 @@ class Examined:
 
         def mark(level: Flow, live: set[Value]) -> None:
             # The value of a function of which only the gradient is used has no reader, or is not computed at all.
-            unread = lambda v: v not in flow.readers and v not in level.returned  # noqa: E731
+            def unread(v: Value) -> bool:
+                return v not in flow.readers and v not in level.returned
+
             for node in reversed(level.nodes):
                 # No derivative of an elementwise operation has matmuls or reductions.
                 computes = node.site.name in MATMULS or primitive(node.site.name).kernel

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax.inspection.auditing.scaled_gradients import repeats
 from mpjax.inspection.ranges.range_statistics import (
     BIAS,
     PACKED,
@@ -188,8 +189,7 @@ class _Measuring:
 
     def _compile(self, program: TracedCall, num_gradients: int) -> _Compiled:
         block, flow = laid_out(program), flow_of(program.jaxpr)
-        moves = lambda node: primitive(node.site.name).moves  # noqa: E731
-        read = {flow.source(v, moves) for node in flow.eqns if node.site.name in MATMULS for v in node.reads}
+        read = {flow.source(v, repeats) for node in flow.eqns if node.site.name in MATMULS for v in node.reads}
         multiplied = tuple(i for i, v in enumerate(flow.inputs) if v in read and is_inexact(v))
         counts = counted(block, num_gradients)
         quantised = filter(stores_eight_bits, block.places())
