@@ -280,7 +280,7 @@ def _updates(flow: Flow, known: Callable[[Value], Facts]) -> Iterator[RiskySite]
             continue
         pairs = node.reads, node.reads[::-1]
         added = [(old, new) for old, new in pairs if is_kept(old, before) and not _is_layer(flow, old, new, given)]
-        steps = [_size(facts) for _, new in added for facts, _ in _factors(flow, new, known)]
+        steps = [step for _, new in added if (step := _known_factor(flow, new, known)) is not None]
         if steps and min(steps) <= _SMALL_FACTOR:
             dtype = value.aval.dtype
             why = f"a multiple of {min(steps):.2g} is added to a {dtype.name} value, which has {_digits(dtype)} bits"
@@ -395,6 +395,16 @@ def _factors(flow: Flow, value: Value, known: Callable[[Value], Facts]) -> Itera
     for node in filter(None, map(flow.maker, _sources(flow, value))):
         pairs = zip(node.reads, node.reads[::-1], strict=True) if node.site.name == "mul" else ()
         yield from ((known(number), other) for number, other in pairs if math.isfinite(_size(known(number))))
+
+
+def _known_factor(flow: Flow, value: Value, known: Callable[[Value], Facts]) -> float | None:
+    """The product of the factors of known size of a product, at any depth; None if there are none."""
+    if math.isfinite(size := _size(known(value))):
+        return size
+    makers = (node for node in map(flow.maker, _sources(flow, value)) if node is not None and node.site.name == "mul")
+    factors = ([_known_factor(flow, v, known) for v in node.reads] for node in makers)
+    found = ([factor for factor in each if factor is not None] for each in factors)
+    return min((math.prod(sizes) for sizes in found if sizes), default=None)
 
 
 def _size(facts: Facts) -> float:

@@ -76,6 +76,8 @@ def test_updates_that_half_rounds_away_are_risks():
     assert kinds(lambda w, g: w - 1e-4 * g, w, w) == ["update"]
     assert kinds(lambda mean, x: 0.99 * mean + 0.01 * x, mean, mean) == ["update"]
     assert kinds(lambda mean, x: 0.999 * mean + 0.001 * x, mean, mean) == ["constant", "update"]
+    assert kinds(lambda mean, x: 0.998 * mean + 0.002 * x * x, w, w) == ["update"]
+    assert kinds(lambda mean, x: mean + 0.001 * (1000 * x), w, w) == []
     master = jax.ShapeDtypeStruct((8,), jnp.float32)
     assert kinds(lambda w, g: w - 1e-4 * g.astype(jnp.float32), master, w) == []
     assert kinds(lambda x, y: x + y, w, w) == []  # a residual connection
