@@ -175,7 +175,9 @@ def _is_start(site: Site, i: int) -> bool:
 def unexplained(sites: Iterable[Site]) -> str:
     """A half constant of 0, 1 or inf that its line lacks, in words: another number may have been rounded to it."""
     read = ((v, site) for site in sites for i, v in enumerate(site.invars) if is_half(v) and not _is_start(site, i))
-    literals = ((v.val, site) for v, site in read if isinstance(v, compat.Literal) and np.size(v.val) == 1)
+    every = ((v.val, site) for v, site in read if isinstance(v, compat.Literal) and np.size(v.val) == 1)
+    # Of a maximum and an infinity, the other number is the result: it starts one, as that of a softmax.
+    literals = ((n, site) for n, site in every if not (np.isinf(n) and primitive(site.name).elements == "all"))
     alike = by_key(((abs(float(n)), _numbers(site)), site) for n, site in literals if abs(float(n)) in (0, 1, math.inf))
     found = ((value, sites[0]) for (value, numbers), sites in alike.items() if len(sites) > numbers.count(value))
     value, site = min(found, key=lambda each: each[0], default=(0, None))

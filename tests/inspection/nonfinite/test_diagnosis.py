@@ -485,3 +485,14 @@ def test_the_rounding_is_named_whose_difference_is_divided_by():
     where = f"test_diagnosis.py:{loss.__code__.co_firstlineno + 1}"
     assert found.primitive == "div"
     assert f"rounded to bfloat16 by cumprod at {where}" in found.diagnosis
+
+
+def test_the_infinity_that_starts_a_maximum_was_not_rounded():
+    """A probability that float32 makes zero as well, of a softmax that casts by hand."""
+
+    def loss(x):
+        return -jnp.mean(jnp.log(jax.nn.softmax(x.astype(HALF))))
+
+    found = find_nonfinite(loss, np.array([0, 300], np.float32))
+    assert found.primitive == "log"
+    assert "log of zero; float32 fails too" in found.diagnosis
