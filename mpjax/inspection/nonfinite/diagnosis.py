@@ -279,7 +279,9 @@ def amplified_rounding(flow: Flow, node: Node) -> str:
     """The rounding that an operation amplifies, or one of its line that it depends on, in words; empty if none."""
     before = {id(each.site.eqn) for each in (node, *flow.before(node.reads))}
     found = [each for each in amplified(flow)[0] if each.site.source == node.site.source]
-    return next((f"it reads {each.text}" for each in found if id(each.site.eqn) in before), "")
+    # Of several of one kind on a line, as log(p) and log(1 - p), the first is named.
+    ends = ((each.rounding if each.site.name == node.site.name else each).site.eqn for each in found)
+    return next((f"it reads {each.text}" for each, end in zip(found, ends, strict=True) if id(end) in before), "")
 
 
 def is_half_over_sqrt(flow: Flow, node: Node) -> bool:

@@ -496,3 +496,14 @@ def test_the_infinity_that_starts_a_maximum_was_not_rounded():
     found = find_nonfinite(loss, np.array([0, 300], np.float32))
     assert found.primitive == "log"
     assert "log of zero; float32 fails too" in found.diagnosis
+
+
+def test_the_rounding_of_the_second_logarithm_of_a_line_is_named():
+    def loss(x):
+        p = jax.nn.sigmoid(x.astype(jnp.bfloat16)).astype(np.float32)
+        return -jnp.mean(jnp.log(p) + jnp.log(1 - p))
+
+    found = find_nonfinite(loss, np.array([0, 8], np.float32))
+    assert found.primitive == "log"
+    assert f"rounded to bfloat16 by logistic at test_diagnosis.py:{loss.__code__.co_firstlineno + 1}" in found.diagnosis
+    assert "keep what it reads in float32" in found.diagnosis
