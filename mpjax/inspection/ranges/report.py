@@ -206,7 +206,9 @@ class NumericsReport(Report):
         return "\n".join(lines)
 
     def _verdict(self) -> Iterator[str]:
-        if 0 < len(self.nonfinite) < self.batches:
+        if self.init_scale is None and any(row.nonfinite for row in self.parameters):
+            yield "The gradients are not finite in float32 either: mpjax.find_nonfinite shows where."
+        elif self.nonfinite:
             yield (
                 f"the gradients of batch {', '.join(map(str, self.nonfinite))} are not finite in float32 either, so "
                 f"{self.dtype} is not the cause: mpjax.find_nonfinite with that batch shows where; the figures of the "
@@ -215,6 +217,10 @@ class NumericsReport(Report):
         yield from self.rules
         for name, size in self.beyond:
             yield f"{self.dtype} does not hold {name}, up to {size:.3g}, which a matmul reads: scale it down"
+        if all(row.zeros == 1 for row in self.parameters):
+            zeros = next((row for row in self.by_op if row.zeros == 1), None)
+            yield "The gradients are all zero" + (f": {zeros.op} at {zeros.source} gives only zeros." if zeros else ".")
+            return
         if self.keep_float32:
             yield f"{self.dtype} loses values that matter in {', '.join(self.keep_float32)}"
         if self.losing:
@@ -261,9 +267,7 @@ class NumericsReport(Report):
 
     def _scale_advice(self) -> list[str]:
         if self.largest_safe_scale is None or self.init_scale is None:
-            bad = any(row.nonfinite for row in self.parameters)
-            shows = "are not finite in float32 either: mpjax.find_nonfinite shows where" if bad else "are all zero"
-            return [f"The gradients {shows}."]
+            return []
         safe = scale_text(self.largest_safe_scale)
         if self.init_scale == 1 and self.dtype == "bfloat16":
             why = "(float32's range: none is needed)"

@@ -188,7 +188,24 @@ def test_gradients_that_are_not_finite_are_no_all_clear():
     report = mpjax.numerics(lambda w, x: jnp.sum(jnp.sqrt(x @ w)), -np.ones((2, 2), np.float32), np.ones((2, 2)))
     assert str(report).startswith("The gradients are not finite in float32 either: mpjax.find_nonfinite shows where.")
     report = mpjax.numerics(lambda w, x: 0 * jnp.sum(x @ w), np.ones((2, 2), np.float32), np.ones((2, 2)))
-    assert str(report).startswith("The gradients are all zero.")
+    assert str(report).startswith("The gradients are all zero: mul at test_recommendations.py:")
+
+    def dead(w, x):
+        hidden = jax.nn.relu(x @ w - 100)
+        return jnp.mean(hidden @ w)
+
+    where = f"test_recommendations.py:{dead.__code__.co_firstlineno + 1}"
+    assert f"all zero: max at {where} gives only zeros" in str(mpjax.numerics(dead, np.ones((2, 2)), np.ones((2, 2))))
+
+
+def test_gradients_that_no_precision_makes_finite_are_said_first():
+    def explodes(w, x):
+        total, _ = jax.lax.scan(lambda h, _: (h @ w + x, None), x, length=40)
+        return jnp.mean(jnp.sqrt(-jnp.abs(total)))
+
+    report = mpjax.numerics(explodes, np.full((8, 8), 0.5, np.float32), np.ones((2, 8), np.float32))
+    assert report.losing_lines
+    assert str(report).startswith("The gradients are not finite in float32 either")
 
 
 def test_modules_of_nnx_are_named_by_their_path():
