@@ -61,6 +61,7 @@ class SearchReport(Report):
         kept_dtype: `"float32"`, or under a policy with float8 matmuls the compute dtype, in which the kept modules run.
         unseen: Operations whose internals are not visible, so that no rule applies to them, and why.
         reference_is_finite: Whether the gradients are finite in float32.
+        reference_is_zero: Whether they are all zero.
         loss_scale: The loss scale at which the policy alone meets the budget, if the first one flushes too much.
     """
 
@@ -80,6 +81,7 @@ class SearchReport(Report):
     kept_dtype: str = "float32"
     unseen: tuple[str, ...] = ()
     reference_is_finite: bool = True
+    reference_is_zero: bool = False
     loss_scale: float | None = None
 
     heading = "Precision search of {0.function}"
@@ -122,6 +124,9 @@ class SearchReport(Report):
         if not self.reference_is_finite:
             where = "mpjax.find_nonfinite shows where"
             return [f"the gradients of {self.function} are not finite without autocast either: {where}"]
+        if self.reference_is_zero:
+            where = "mpjax.numerics shows where"
+            return [f"the gradients of {self.function} are all zero without autocast either: {where}"]
         if not self.met:
             return [
                 f"{self.function} does not meet the budget {budget}: error {before} in {self._low}, {after} with "
@@ -290,6 +295,7 @@ def _searched(passes: _Passes, budget: float, policy: str, name: str) -> SearchR
         passes=passes.count,
         unseen=passes.unseen,
         reference_is_finite=finite,
+        reference_is_zero=not any(np.any(x) for x in passes.expected),
         loss_scale=scale,
     )
 

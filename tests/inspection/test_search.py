@@ -280,6 +280,11 @@ def test_gradients_that_are_not_finite_in_float32_get_no_advice():
     assert "largest own error" not in report.text()
 
 
+def test_gradients_that_are_all_zero_meet_no_budget_worth_the_name():
+    report = mpjax.search(lambda w, x: jnp.mean(jax.nn.relu(x @ w - 1000)), np.eye(32, dtype=np.float32), X)
+    assert str(report).startswith("the gradients of <lambda> are all zero without autocast either: mpjax.numerics")
+
+
 def test_a_module_that_overflows_is_named_and_not_one_that_reads_it():
     def loss(w, x):
         with jax.named_scope("hot"), jax.named_scope("inner"):
