@@ -207,13 +207,14 @@ class _Roundings:
         row = primitive(place.name)
         has_pole_at_zero = row.worst.startswith("near") or row.risk == "pow" or place.name == "sqrt"
         is_comparison = place.name in ("eq", "ne") and place.invars[0] is not place.invars[1]
-        for i, (facts, v) in enumerate(zip(given, place.invars, strict=True)):
+        for i, facts in enumerate(given):
             if facts.is_random:
                 continue
             inexact = facts.rounded or facts.matmul
             if inexact and (row.decomposes or row.solve):
                 self._note(place, inexact, "the condition number multiplies the error")
-            elif inexact and _makes_indices(place, v):
+            # Integers of fewer bits are no indices, but values that are quantised.
+            elif inexact and makes_integers(place) and place.outvars[0].aval.dtype.itemsize >= 4:
                 self._note(place, inexact, "one unit apart is another integer")
             elif facts.rounded and facts.rounded.of_whole and is_comparison:
                 self._note(place, facts.rounded, "distinct ones become equal")
@@ -246,10 +247,10 @@ def _is_harmless(place: Site, facts: Facts) -> bool:
     return False
 
 
-def _makes_indices(place: Site, v: Any) -> bool:
-    """Whether it converts floats to integers. Integers of fewer bits are no indices, but values that are quantised."""
-    target = place.outvars[0].aval if place.name == "convert_element_type" and is_float(v) else None
-    return target is not None and target.dtype.kind in "iu" and target.dtype.itemsize >= 4
+def makes_integers(place: Site) -> bool:
+    """Whether it converts floats to integers: indices, counts, quantised values."""
+    is_cast = place.name == "convert_element_type" and is_float(place.invars[0])
+    return is_cast and jnp.issubdtype(place.outvars[0].aval.dtype, jnp.integer)
 
 
 def _result(place: Site, given: Sequence[Facts]) -> Facts:

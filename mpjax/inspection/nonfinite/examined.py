@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import Partial
 
+from mpjax.inspection.auditing.amplified import makes_integers
 from mpjax.inspection.auditing.constants import Lost
 from mpjax.inspection.nonfinite.diagnosis import is_half_over_sqrt
 from mpjax.inspection.nonfinite.provenance import CodeProbe, Provenance, Replay, TripProbe, code_of, code_of_argument
@@ -65,7 +66,22 @@ class Examined:
         self.evaluated.known = self.known()
         self.replay = self.replayed()
         self.compiled, fault = self.compiled or self.evaluated.compiled, self.replay.fault
+        if fault is None and not self.is_repaired and self.replay.converted:
+            return self._hidden
         return None if fault is not None and self.is_repaired and self.replayed(seed=1).fault != fault else fault
+
+    @property
+    def _hidden(self) -> Provenance | None:
+        """The first fault that a conversion to integers hides, if a result depends on the integers that are made."""
+
+        def results(changed: int) -> list[Any]:
+            evaluation = self.evaluation(Probe())
+            evaluation.replace = Partial(_integers_changed, np.int32(changed))
+            return self.run(evaluation, self.leaves)[0]
+
+        pairs = zip(*map(results, (0, 1)), strict=True)
+        depends = any(is_number(x) and not jnp.array_equal(x, y, equal_nan=is_inexact(x)) for x, y in pairs)
+        return min(self.replay.converted) if depends else None
 
     @property
     def fault(self) -> Provenance:
@@ -374,6 +390,13 @@ def replacing(
         return [finite_but_span(x) if is_inexact(x) else x for x in outs]
 
     return replace
+
+
+def _integers_changed(changed: Any, place: Site, iteration: Arrays, ins: Arrays, outs: Arrays) -> Arrays:
+    """The results of an equation; by a bit others where an inf or NaN is converted to an integer."""
+    if not makes_integers(place):
+        return outs
+    return [jnp.where(jnp.isfinite(ins[0]), outs[0], outs[0] ^ changed.astype(outs[0].dtype))]
 
 
 def finite(x: Any, seed: Any, kept: Any = np.bool_(False)) -> Any:  # noqa: B008

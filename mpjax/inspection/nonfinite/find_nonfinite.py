@@ -39,11 +39,12 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
         otherwise                        this operation
 
     A fault is reported only if it reaches a result of `fun` or a check for finite values (`jnp.isfinite(x).all()`,
-    including the check that lets mpjax skip a step). Infinities that the program itself writes, or that are in an
-    argument, are not faults while they are only moved, masked, compared and added. They are reported if they reach a
-    scalar result or a check, or make a NaN: the argument, or, if it holds -inf alone as a mask does, the operation that
-    makes the NaN, with the argument. Further runs find the element that reaches the result, measure the ranges
-    there and evaluate the same point in float32. No tensor is copied to the host.
+    including the check that lets mpjax skip a step), or if a conversion to integers hides it, and a result depends on
+    the integers (indices, counts). Infinities that the program itself writes, or that are in an argument, are not
+    faults while they are only moved, masked, compared and added. They are reported if they reach a scalar result or a
+    check, or make a NaN: the argument, or, if it holds -inf alone as a mask does, the operation that makes the NaN,
+    with the argument. Further runs find the element that reaches the result, measure the ranges there and evaluate the
+    same point in float32. No tensor is copied to the host.
 
     Args:
         fun: Any function of arrays or pytrees: a loss function, `mpjax.value_and_grad(loss_fn, opt_state)`, a train
@@ -92,6 +93,11 @@ def find_nonfinite(fun: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any
     place, *places = (None if each.fault.is_argument else each.places[each.fault.number] for each in causes)
     sources = (f"{other.source}{apart(where, place)}" for other, where in zip(others, places, strict=True))
     lines = (dataclasses.replace(other, source=where).line for other, where in zip(others, sources, strict=True))
+    hidden = (
+        f"; the conversion to {each.outvars[0].aval.dtype.name} at {each.source} hides it"
+        for each in program.replay.converted.get(program.fault, ())
+    )
+    found = dataclasses.replace(found, diagnosis=found.diagnosis + next(hidden, ""))
     return dataclasses.replace(found, result=result, others=tuple(dict.fromkeys((found.line, *lines)))[1:])
 
 

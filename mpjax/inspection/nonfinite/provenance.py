@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpjax.inspection.auditing.amplified import makes_integers
 from mpjax.program.dtypes import is_float, is_inexact
 from mpjax.program.evaluator import evaluate
 from mpjax.program.graph import Block, Site
@@ -242,6 +243,7 @@ class Replay:
         self.masks = {i for i, code in enumerate(arguments) if code == MASK}
         self.checked: set[Provenance] = set()
         self.made: set[tuple[int, ...]] = set()  # where an inf or NaN was made, which may reach no result
+        self.converted: dict[Provenance, list[Site]] = {}  # the conversions to integers that hide one
         self.from_masks: dict[Address, int] = {}  # the mask from which an equation made a NaN
         self.passed_on: set[Address] = set()  # by a `where` of the forward pass
         self.entries: dict[Address, Provenance] = {}  # the equation through which a fault enters the backward pass
@@ -281,6 +283,9 @@ class Replay:
         # A check for finite values ends in a reduction to one boolean, or in one comparison of a scalar.
         if given is not None and row.logic and (row.kernel or (name == "is_finite" and not outvars[0].aval.shape)):
             self.checked.add(given)
+        is_mask = given is not None and given.is_argument and given.number in self.masks
+        if given is not None and makes_integers(place) and not (is_mask or given.is_constant):
+            self.converted.setdefault(given, []).append(place)
         own = Provenance(MADE, when)
         is_check = row.logic or (row.keeps_values and not row.kernel) or (name == "ne" and _compares_itself(place))
 

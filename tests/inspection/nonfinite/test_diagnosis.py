@@ -507,3 +507,38 @@ def test_the_rounding_of_the_second_logarithm_of_a_line_is_named():
     assert found.primitive == "log"
     assert f"rounded to bfloat16 by logistic at test_diagnosis.py:{loss.__code__.co_firstlineno + 1}" in found.diagnosis
     assert "keep what it reads in float32" in found.diagnosis
+
+
+def test_a_nan_that_becomes_an_integer_is_found_if_the_integer_matters():
+    rows = jnp.arange(12.0).reshape(6, 2)
+
+    def looked_up(x, bound=False):
+        index = (2 * jnp.log(x)).astype(np.int32)
+        return jnp.sum(rows[jnp.clip(index, 0, 0) if bound else index])
+
+    x = np.array([1, -1, 2], np.float32)
+    found = find_nonfinite(jax.value_and_grad(looked_up), x)
+    where = f"test_diagnosis.py:{looked_up.__code__.co_firstlineno + 1}"
+    assert (found.primitive, found.source, found.element) == ("log", where, (1,))
+    assert f"the conversion to int32 at {where} hides it" in found.diagnosis
+    assert find_nonfinite(looked_up, np.abs(x)) is None
+    assert find_nonfinite(lambda x: looked_up(x, bound=True), x) is None
+    x[0] = np.nan
+    assert find_nonfinite(lambda x: rows[x.astype(np.int32)], x).argument == "args[0]"
+
+    def counted(xs):
+        return jax.lax.scan(lambda n, x: (n + jnp.sqrt(x).astype(np.int32), None), 0, xs)[0]
+
+    found = find_nonfinite(counted, np.array([1, 4, -1, 9], np.float32))
+    assert (found.primitive, found.iteration) == ("sqrt", 2)
+
+
+def test_buckets_of_distances_are_chosen_before_the_logarithm_of_zero_matters():
+    """Relative positions: near ones have a bucket each, and the logarithm of 0 belongs to a far one."""
+
+    def bias(table):
+        distance = jnp.abs(jnp.arange(8) - jnp.arange(8)[:, None])
+        far = 2 + (2 * jnp.log(distance / 2)).astype(np.int32)
+        return jnp.sum(table[jnp.where(distance < 2, distance, jnp.minimum(far, 5))])
+
+    assert find_nonfinite(bias, jnp.ones((6, 2))) is None
