@@ -92,7 +92,7 @@ def diagnosis_of(found: Symptoms) -> str:
     of_sqrt = found.derivative and is_half_over_sqrt(flow, node)
     cause = _SQRT if of_sqrt else _cause(name, found.operands, found.kind)
     if cause and is_of_softmax(flow, node):
-        cause += ": the softmax of a row that holds only -inf, as one that is masked as a whole"
+        cause += ": the softmax or logsumexp of a row that holds only -inf, as one that is masked as a whole"
     if cause and (index := index_out_of_bounds(flow, node, found.ranges)):
         cause = f"{index} is {_OUT_OF_BOUNDS}"
     if found.derivative and cause and not of_sqrt:
@@ -244,15 +244,23 @@ def index_out_of_bounds(flow: Flow, node: Node, ranges: Sequence[Any]) -> str:
 
 
 def is_of_softmax(flow: Flow, node: Node) -> bool:
-    """Whether an equation takes the maximum of a row from the row."""
-    if node.site.name != "sub":
-        return False
+    """Whether an equation takes the maximum of a row from the row, or reads the sum of the exponentials of that."""
 
-    def through(each: Node) -> Iterable[Value]:
-        return each.reads if repeats(each) or each.site.name == "max" else ()
+    def exponent(each: Node) -> Iterable[Value]:
+        return each.reads if repeats(each) or each.site.name in ("reduce_sum", "exp", "abs") else ()
 
-    maxima = (each for each in flow.made_by(node.reads[1:], through) if each.site.name == "reduce_max")
-    return any(flow.source(each.reads[0], repeats) is flow.source(node.reads[0], repeats) for each in maxima)
+    def bound(each: Node) -> Iterable[Value]:
+        return each.reads if repeats(each) or each.site.name in ("max", "select_n") else ()
+
+    ends = node.reads[:1] if node.site.name == "log" else node.reads[1:] if node.site.name == "div" else ()
+    made = [node, *flow.made_by(ends, exponent)]
+    return any(
+        flow.source(each.reads[0], repeats) is flow.source(row.reads[0], repeats)
+        for row in made
+        if row.site.name == "sub"
+        for each in flow.made_by(row.reads[1:], bound)
+        if each.site.name == "reduce_max"
+    )
 
 
 def cast_input(flow: Flow, node: Node) -> int | None:

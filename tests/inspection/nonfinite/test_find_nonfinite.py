@@ -111,8 +111,12 @@ def test_faults_that_float32_shares_are_called_by_their_cause():
     cases = {
         "0/0, a division of zero by zero": (lambda x: x / x, HALF(0)),
         "log of a negative number (-1)": (lambda x: jnp.log(x), HALF(-1)),
-        "inf - inf: the softmax of a row that holds only -inf, as one that is masked as a whole": (
+        "inf - inf: the softmax or logsumexp of a row that holds only -inf, as one that is masked as a whole": (
             lambda x: jax.nn.softmax(jnp.where(x > 9, x, -jnp.inf)),
+            full(3, 1, HALF),
+        ),
+        "log of zero: the softmax or logsumexp of a row that holds only -inf, as one that is masked as a whole": (
+            lambda x: jax.nn.logsumexp(jnp.where(x > 9, x, -jnp.inf)),
             full(3, 1, HALF),
         ),
         "index 7 of an axis of 3 is out of bounds, for which jnp.take and x[i] in mode 'fill' return NaN": (
