@@ -175,7 +175,7 @@ def _wraps(flow: Flow, node: Node, known: Callable[[Value], Facts]) -> Iterator[
         sizes = [min(known(v).largest, max(map(abs, ends_of(v.aval.dtype)))) for v in node.reads]
         terms, what = terms_of(node.site), " × ".join(f"{size:.0f}" for size in sizes)
         if terms * math.prod(sizes) > most:
-            yield "wraps", node.site, dtype, f"{terms} terms of up to {what} in {dtype}, which ends at {most:.0f}"
+            yield "wraps", node.site, dtype, _wrapped(terms, what, out.aval.dtype)
     elif primitive(name).adds and math.isfinite(found.largest):
         makers = [flow.maker(flow.source(v, repeats)) for v in node.reads]
         # The differences max(x) - x and x - min(x) do not wrap.
@@ -183,6 +183,10 @@ def _wraps(flow: Flow, node: Node, known: Callable[[Value], Facts]) -> Iterator[
         if max(least - found.low, found.high - most) > _MUCH_OF_RANGE * (most - least) and not is_ordered:
             why = f"results from {found.low:.0f} to {found.high:.0f} in {dtype}: convert the operands, not the result"
             yield "wraps", node.site, dtype, why
+
+
+def _wrapped(terms: int, size: str, dtype: Any) -> str:
+    return f"{terms} terms of up to {size} in {dtype.name}, which ends at {ends_of(dtype)[1]:.0f}"
 
 
 def _cast(node: Node, known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
@@ -332,7 +336,14 @@ def _carries(flow: Flow) -> Iterator[tuple[Node, Value, Value]]:
 def _accumulators(flow: Flow, known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
     """Sums over the iterations of a loop, and of gradients or counts over calls, stored in half after each term."""
     for node, before, after in _carries(flow):
-        yield from _added_to(node.inner[-1], before, after, node.site.eqn.params.get("length"), known)
+        length = node.site.eqn.params.get("length")
+        yield from _added_to(node.inner[-1], before, after, length, known)
+        adder, terms = flow.maker(flow.source(after, repeats)), length or 0
+        if adder is not None and before in adder.reads and primitive(adder.site.name).adds:
+            sizes, (_, most) = [known(v).largest for v in adder.reads if v is not before], ends_of(before.aval.dtype)
+            size = max(sizes, default=math.inf)
+            if math.isfinite(size) and terms * size > most:
+                yield "wraps", adder.site, before.aval.dtype.name, _wrapped(terms, f"{size:.0f}", before.aval.dtype)
     for value in filter(is_half, flow.outputs):
         node, dtype = flow.maker(flow.source(value, repeats)), value.aval.dtype
         terms = [flow.source(v, repeats) for v in node.reads] if node is not None else []

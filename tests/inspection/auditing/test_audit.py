@@ -250,6 +250,16 @@ FAULTS = {
     ),
     "count in 8 bits": (lambda x, i: (x @ x, jnp.sum((i == 3).astype(I8), dtype=I8)), (X, IDS), ["wraps"]),
     "running count": (lambda x, i: (x @ x, jnp.cumsum((i == 3).astype(I8), dtype=I8)), (X, IDS), ["wraps"]),
+    "count of a scan": (
+        lambda x, i: (x @ x, jax.lax.scan(lambda n, id: (n + (id == 3).astype(I8), None), jnp.int8(0), i)[0]),
+        (X, IDS),
+        ["wraps"],
+    ),
+    "short count of a scan": (
+        lambda x, i: (x @ x, jax.lax.scan(lambda n, id: (n + (id == 3).astype(I8), None), jnp.int8(0), i[:127])[0]),
+        (X, IDS),
+        [],
+    ),
     "matmul in 8 bits": (lambda a: jax.lax.dot(a, a), (shape(256, 256, dtype=I8),), ["wraps"]),
     "sum of 16 bits": (lambda x, i: (x @ x, jnp.sum(i, dtype=jnp.int16)), (X, shape(9, dtype=jnp.int16)), ["wraps"]),
     "difference of pixels": (lambda x, a, b: (x @ x, (a - b) / 255), (X, PIXELS, PIXELS), ["wraps"]),
