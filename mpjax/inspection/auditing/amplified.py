@@ -277,7 +277,8 @@ def _result(place: Site, given: Sequence[Facts]) -> Facts:
         found = found._replace(rounded=sources[0].rounded)
     moved = (row.keeps_values or row.exact) and (name != "convert_element_type" or is_half(place.invars[0]))
     # A constant, or whole numbers that the dtype holds, are not rounded.
-    is_exact = all(facts.is_constant for facts in given) or (is_half(out) and found.fits(out.aval.dtype))
+    is_number = all(facts.is_constant for facts in given) and (found.is_constant or name not in SUMS)
+    is_exact = is_number or (is_half(out) and found.fits(out.aval.dtype))
     if is_half(out) and not found.rounded and not moved and not is_exact:
         found = found._replace(rounded=Rounding(place, found.whole))
     summed = name == "reduce_sum" or (row.keeps_values and not row.kernel and all(facts.summed for facts in given[:1]))
@@ -365,8 +366,8 @@ def _bounds(place: Site, given: Sequence[Facts]) -> tuple[float, float]:
         is_even = name == "square" or (is_power and params["y"] % 2 == 0)
         return _no_nan([*found, 0.0] if is_even and given[0].low < 0 < given[0].high else found)
     if name in SUMS:
-        terms = terms_of(place)
-        found = [terms * math.prod(corner) for corner in corners]
+        counts = (1, terms_of(place)) if name == "cumsum" else (terms_of(place),)
+        found = [terms * math.prod(corner) for corner in corners for terms in counts]
         return _no_nan([*found, 0.0] if name == "dot_general" else found)
     if row.keeps_values:
         sources = [given[i] for i in row.sources(len(given)) if i < len(given)]

@@ -275,6 +275,11 @@ FAULTS = {
     "compared ids": (lambda x, i: (x @ x) * (i.astype(F16) == 3).astype(F16), (X, IDS), ["ids"]),
     "positions": (lambda x: (x @ x) * jnp.arange(4096).astype(F16)[:256], (X,), ["ids"]),
     "positions of half": (lambda x: (x @ x) * jnp.arange(4096, dtype=F16)[:256], (X,), ["ids"]),
+    "positions of a cumulative sum": (
+        lambda x: (x @ x) * jnp.sin(jnp.cumsum(jnp.ones(4096, F16))[:256]),
+        (X,),
+        ["ids", "sum"],
+    ),
     "positions in bfloat16": (
         lambda x: (x @ x) * jnp.arange(300).astype(BF16)[:256],
         (shape(256, 256, dtype=BF16),),
