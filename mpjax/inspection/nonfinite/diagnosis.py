@@ -112,12 +112,12 @@ def diagnosis_of(found: Symptoms) -> str:
         if fine:
             text = f"{found.half} alone: traced with float32 arguments, all results are finite"
             return "; ".join([*causes, *elsewhere, f"{text}: keep this part in float32"])
-        if found.where_gradient:
-            return "; ".join([*causes, _WHERE_GRADIENT])
         if not fine and found.constants:
             cure = f"write one that it holds, such as {', '.join(dict.fromkeys(x.instead for x in found.constants))}"
             cure += ", or keep this part in float32" if fine is None else ""
             return "; ".join([*causes, *lost, cure])
+        if found.where_gradient:
+            return "; ".join([*causes, _WHERE_GRADIENT])
         is_opaque = primitive(name).op is Op.OPAQUE
         if fine is None and (is_opaque or (found.doubtful and (_divides_by_zero(cause) or cause == "0 * inf"))):
             why = f"{name} can't be run in another dtype" if is_opaque else f"{found.doubtful} may have been rounded"

@@ -542,3 +542,15 @@ def test_buckets_of_distances_are_chosen_before_the_logarithm_of_zero_matters():
         return jnp.sum(table[jnp.where(distance < 2, distance, jnp.minimum(far, 5))])
 
     assert find_nonfinite(bias, jnp.ones((6, 2))) is None
+
+
+def test_a_lost_epsilon_comes_before_the_where_that_hides_its_nan():
+    def loss(w, cured=False):
+        w = w.astype(HALF)
+        w = (w - w.mean()) / jnp.sqrt(w.var() + (6.2e-5 if cured else 1e-10))
+        return jnp.sum(jnp.where(w > 0, w, 0).astype(np.float32))
+
+    found = find_nonfinite(jax.grad(loss), np.ones(4, np.float32))
+    assert "1e-10 is zero in float16" in found.diagnosis
+    assert "gradient of a where" not in found.diagnosis
+    assert find_nonfinite(jax.grad(lambda w: loss(w, cured=True)), np.ones(4, np.float32)) is None
