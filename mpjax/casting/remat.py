@@ -231,18 +231,24 @@ def _has_rule(step: Step) -> bool:
     return primitive(step.eqn.primitive.name).rule
 
 
-def _unrounded(steps: Sequence[Step], inside: Set[Any]) -> list[Step]:
+def _unrounded(steps: Sequence[Step], inside: Set[Any], ends_round: bool = False) -> list[Step]:
     """Steps in which arithmetic rounds none of the values `inside`, which only these steps read.
 
-    Such values stay in the registers of a kernel, so float32 costs nothing. What leaves the steps is rounded once.
+    Such values stay in the registers of a kernel, so float32 costs nothing. What leaves the steps is rounded once: by
+    the region that contains them, or else by the last step itself.
     """
     unrounded: set[Any] = set()
     found = []
     for step in steps:
         if _rounds(step):
             reads = not unrounded.isdisjoint(variables(step.eqn.invars))
-            wide = not inside.isdisjoint(step.outvars) or (reads and (step.action is Action.BIND or _adds(step)))
-            step = _in_float32(step) if wide else step
+            goes_on = not inside.isdisjoint(step.outvars)
+            if _is_move(step):
+                wide = reads and goes_on
+            else:
+                wide = goes_on or (reads and (step.action is Action.BIND or _adds(step)))
+            ends = ends_round and not goes_on
+            step = _in_float32(step, ends) if wide else step
         if step.action is Action.BIND:
             outs = zip(step.outvars, step.outs, strict=True)
             unrounded.update(v for v, x in outs if v in inside and x and x.storage == FULL)
@@ -252,17 +258,29 @@ def _unrounded(steps: Sequence[Step], inside: Set[Any]) -> list[Step]:
 
 def _rounds(step: Step) -> bool:
     """Whether a step computes element by element, in the dtype of its operands, and rounds one or its result."""
-    of_call = (storage for _, storage in step.all_reads) if step.action is Action.ENTER else ()
+    no_result = step.action is Action.ENTER or primitive(step.eqn.primitive.name).compares
+    of_call = (storage for _, storage in step.all_reads) if no_result else ()
     return _is_arithmetic(step) and (step.half or HALF in (*of_call, *(storage_of(x) for x in step.outs)))
 
 
 def _is_arithmetic(step: Step) -> bool:
-    """Whether a step computes element by element, in the dtype of its operands, or is a call of such steps."""
+    """Whether a step computes element by element, in its operands' dtype, or moves, or is a call of such steps."""
     if step.action is Action.ENTER:
         plain = all(plan.setting.plain for plan in step.plans)  # A user's rule may match inside.
         return plain and _is_folded(step) and not step.closures and _is_elementwise(step)
-    inferred = step.listing.op is Op.INFER and not (step.listing.entry or step.listing.region)
-    return inferred and primitive(step.eqn.primitive.name).pointwise
+    row, listing = primitive(step.eqn.primitive.name), step.listing
+    by_rule = listing.entry or listing.region
+    return not by_rule and ((listing.op is Op.INFER and row.pointwise) or row.compares or _is_move(step))
+
+
+def _reads_wide(step: Step) -> bool:
+    """Whether a step reads no half array."""
+    return step.action is Action.BIND and HALF not in (storage for _, storage in step.all_reads)
+
+
+def _is_move(step: Step) -> bool:
+    """Whether a step moves elements."""
+    return step.listing.op is Op.MOVE or primitive(step.eqn.primitive.name).join
 
 
 def _is_elementwise(step: Step) -> bool:
@@ -270,7 +288,9 @@ def _is_elementwise(step: Step) -> bool:
     if step.listing.entry or step.listing.region:
         return False
     row, inside = primitive(step.eqn.primitive.name), [each for plan in step.plans for each in plan.eqns]
-    return all(map(_is_elementwise, inside)) if row.call else row.pointwise or row.whole or row.compares
+    if row.call:
+        return all(map(_is_elementwise, inside))
+    return row.pointwise or row.whole or row.compares or not variables(step.eqn.invars)
 
 
 def _adds(step: Step) -> bool:
@@ -278,16 +298,16 @@ def _adds(step: Step) -> bool:
     return primitive(step.eqn.primitive.name).adds or any(_adds(each) for plan in step.plans for each in plan.eqns)
 
 
-def _in_float32(step: Step) -> Step:
+def _in_float32(step: Step, rounds_result: bool = False) -> Step:
     plans = (dataclasses.replace(plan, eqns=[*map(_in_float32, plan.eqns)]) for plan in step.plans)
     return dataclasses.replace(
         step,
         action=Action.BIND if step.plans else step.action,
         inner=AsTraced(tuple(plans)) if step.plans else None,
         reads=tuple(FULL if tracked(v) else TRACED for v in step.eqn.invars),
-        outs=tuple(x and x._replace(storage=FULL) for x in step.outs),
-        why=f"{step.why}, rounded when it is stored" if _rounds(step) else step.why,
-        half=False, broadcast=(), rounded_once=False,
+        outs=step.outs if rounds_result else tuple(x and x._replace(storage=FULL) for x in step.outs),
+        why=f"{step.why}, rounded when it is stored" if _rounds(step) and not rounds_result else step.why,
+        half=False, broadcast=(), rounded_once=rounds_result,
         all_reads=tuple((v, FULL if read == HALF else read) for v, read in step.all_reads),
     )  # fmt: skip
 
@@ -328,28 +348,31 @@ class _Stretches:
         saved = [list(saved_by(step)) for step in run]
         # Half arithmetic has a region of its own where float32 arithmetic has none, or where what it reads is packed.
         for worth in ((FULL, HALF),) if self.packs else ((FULL,), (FULL, HALF)):
-            wide = [i for i, reads in enumerate(saved) if any(storage in worth for _, storage in reads)]
+            wide = [i for i, reads in enumerate(saved) if any(read[1] in worth and self.size(read) for read in reads)]
             if wide and (found := self._divided(run, saved, wide[0], wide[-1])):
                 return found
         return self._sums(run)
 
     def _sums(self, run: Sequence[Step]) -> list[Step]:
-        """A run without a region, in which arithmetic rounds no value that only offsets and factors are applied to.
+        """A run without a region, in which arithmetic rounds no value that only more arithmetic of the run reads.
 
         What no derivative saves stays in the registers of a kernel too: `h + mean - other_mean` is rounded once.
         """
         if self.rounds:
             return list(run)
         saved = {v for step in run for v, storage in saved_by(step) if storage != Storage.MASK}
-        offsets: set[int] = set()
+        unrounded: set[Any] = set()
+        able: set[int] = set()  # to read unrounded values
         for step in reversed(run):
-            if _is_arithmetic(step) and self._reads_one(step):
-                # What is rounded before the call that ends a chain is as exact, if it does not add.
-                goes_on = all(self._readers(v) <= offsets for v in step.outvars)
-                offsets |= {id(step)} if step.action is Action.BIND or _adds(step) or goes_on else set()
-        made = (v for step in run if _rounds(step) for v in step.outvars if v not in saved)
-        readers = {v: self._readers(v) for v in made}
-        return _unrounded(run, {v for v, reading in readers.items() if reading and reading <= offsets})
+            goes_on = all(self._readers(v) <= able for v in step.outvars)  # What is not read does no harm.
+            if _rounds(step) and goes_on:
+                unrounded.update(v for v in step.outvars if v not in saved)
+            # What is rounded before the call or move that ends a chain is as exact, if it does not add. The sum of two
+            # activations that ends one, as in a residual stream, takes longer in float32: it is no part of a matmul.
+            ends = not _is_move(step) and (_adds(step) or step.action is Action.BIND) and self._reads_one(step)
+            if (_is_arithmetic(step) and (goes_on or ends)) or _reads_wide(step):
+                able.add(id(step))
+        return _unrounded(run, unrounded, ends_round=True)
 
     def _reads_one(self, step: Step) -> bool:
         return len(self._activations(step)) == 1
@@ -369,13 +392,14 @@ class _Stretches:
             last = self._best_end(run, saved, results, first, most)
             if last == before:
                 break
-        last = self._end_of_chain(run, last)
-        window = Window(self, run, saved, first, last)
-        ins, outs = tuple(window.ins.items()), _outs(results, first, last)
+        chain = self._end_of_chain(run, most)
+        end = max(chain, self._end_of_chain(run, last))
+        window = Window(self, run, saved, first, end)
+        ins, outs = tuple(window.ins.items()), _outs(results, first, end)
         without = sum(map(self._size_unpacked, {read for reads in saved for read in reads}))
-        if not outs or without <= window.bytes:
+        if not outs or without < window.bytes + (chain == most):  # As many bytes pay if a chain is rounded once.
             return None
-        inside = list(run[first : last + 1])
+        inside = list(run[first : end + 1])
         if not self.rounds:
             read = {v for step in inside for v in variables(step.eqn.invars)}
             shifted = {v for step in inside if _adds(step) and self._reads_one(step) for v in self._activations(step)}
@@ -388,17 +412,16 @@ class _Stretches:
             region.model = self.models.setdefault(_signature(region), region)
         except TypeError:  # a parameter without a hash
             region.model = region
-        return [*self._sums(run[:first]), region, *self._sums(run[last + 1 :])]
+        return [*self._sums(run[:first]), region, *self._sums(run[end + 1 :])]
 
     def _end_of_chain(self, run: Sequence[Step], last: int) -> int:
         """The end of a region, after offsets and factors of its last result that nothing else reads."""
-        end = run[last].outvars[-1]
+        read = [v for v in run[last].outvars if self._readers(v)]
+        end = read[0] if len(read) == 1 else None
         for i, step in enumerate(run[last + 1 :], last + 1):
-            found = self._activations(step)
-            goes_on = found == {end} and _is_arithmetic(step) and self._readers(end) == {id(step)}
-            if found and not (goes_on and len(step.outvars) == 1):
-                break
-            if found:
+            if end in self._activations(step):
+                if not (_is_arithmetic(step) and self._readers(end) == {id(step)} and len(step.outvars) == 1):
+                    break
                 end = step.outvars[0]
                 last = i if _adds(step) else last
         return last

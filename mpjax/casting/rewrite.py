@@ -355,6 +355,9 @@ def _bind(step: Step, operands: Sequence[Any], plan: Plan) -> Sequence[Any]:
         outs = (outs,)
     if eqn.primitive.name == "reduce_max" and not step.half and not compat.under_jet():
         outs = [unfused.bind(outs[0], long=False)]
+    if step.rounded_once:
+        rounded = zip(outs, step.outs, strict=True)
+        outs = [staging.cast(x, half) if storage_of(inferred) == HALF else x for x, inferred in rounded]
     values = values_of(outs, step.outs, half)
     if eqn.primitive.name == "sub" and _is_repeated(args[0], args[1]):
         values[0].difference = args
