@@ -70,7 +70,9 @@ def test_audit_sees_no_risk_in_a_training_step_of_the_zoo(name, policy):
             value, grads = mpjax.value_and_grad(fun, state, has_aux=program.has_aux)(params, batch)
             return mpjax.apply_gradients(tx, grads, state, params), value
 
-        assert mpjax.audit(step, params, state, batch).risks == ()
+        risks = [risk.kind for risk in mpjax.audit(step, params, state, batch).risks]
+    # Its rule clips cotangents of float16, so that no overflow is seen after it.
+    assert risks == (["unchecked"] if (name, policy) == ("custom_vjp_wrong", "mixed_float16") else [])
 
 
 def test_another_answer_and_a_crash_are_cells():
