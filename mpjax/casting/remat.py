@@ -9,8 +9,8 @@ the stored bytes; or half arithmetic alone, where that would store more than it 
 includes a bias addition stores the matmul's result. What depends on no float, such as a mask, is computed in the region
 that first reads it, so that no region stores it.
 
-Half arithmetic in a region is rounded where a result leaves the region, and nowhere before. So is a chain of offsets
-and factors outside of regions.
+Half arithmetic in a region is rounded where a result leaves the region, and nowhere before (`rounding`). So is a chain
+of offsets and factors outside of regions.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, castable, storage_of
-from mpjax.casting.plan import Action, Plan, Step
+from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, castable
+from mpjax.casting.plan import Action, Step
 from mpjax.casting.recompute import inside_of_call, is_cheap
+from mpjax.casting.rounding import adds, is_arithmetic, is_folded, is_move, is_rounding, reads_wide, without_rounding
 from mpjax.casting.setting import tracked
 from mpjax.casting.uses import STREAM_ADDITION, Use
 from mpjax.program import compat
@@ -216,106 +217,9 @@ def _reads_no_float(part: Sequence[Step]) -> bool:
 
 def _belongs(step: Step) -> bool:
     if step.action is Action.ENTER:
-        return _is_folded(step)
+        return is_folded(step)
     # A sum of the residual stream reads float32, and not the half copies that a region would keep.
     return step.listing.op is not Op.OPAQUE and step.listing is not STREAM_ADDITION and is_cheap(step.eqn)
-
-
-def _is_folded(step: Step) -> bool:
-    """Whether a call may be part of a region."""
-    folded = _has_rule(step) or all(plan.setting.folded for plan in step.plans)
-    return folded and primitive(step.eqn.primitive.name).call and is_cheap(step.eqn)
-
-
-def _has_rule(step: Step) -> bool:
-    return primitive(step.eqn.primitive.name).rule
-
-
-def _unrounded(steps: Sequence[Step], inside: Set[Any], ends_round: bool = False) -> list[Step]:
-    """Steps in which arithmetic rounds none of the values `inside`, which only these steps read.
-
-    Such values stay in the registers of a kernel, so float32 costs nothing. What leaves the steps is rounded once: by
-    the region that contains them, or else by the last step itself.
-    """
-    unrounded: set[Any] = set()
-    found = []
-    for step in steps:
-        if _rounds(step):
-            reads = not unrounded.isdisjoint(variables(step.eqn.invars))
-            goes_on = not inside.isdisjoint(step.outvars)
-            if _is_move(step):
-                wide = reads and goes_on
-            else:
-                wide = goes_on or (reads and (step.action is Action.BIND or _adds(step)))
-            ends = ends_round and not goes_on
-            step = _in_float32(step, ends) if wide else step
-        if step.action is Action.BIND:
-            outs = zip(step.outvars, step.outs, strict=True)
-            unrounded.update(v for v, x in outs if v in inside and x and x.storage == FULL)
-        found.append(step)
-    return found
-
-
-def _rounds(step: Step) -> bool:
-    """Whether a step computes element by element, in the dtype of its operands, and rounds one or its result."""
-    no_result = step.action is Action.ENTER or primitive(step.eqn.primitive.name).compares
-    of_call = (storage for _, storage in step.all_reads) if no_result else ()
-    return _is_arithmetic(step) and (step.half or HALF in (*of_call, *(storage_of(x) for x in step.outs)))
-
-
-def _is_arithmetic(step: Step) -> bool:
-    """Whether a step computes element by element, in its operands' dtype, or moves, or is a call of such steps."""
-    if step.action is Action.ENTER:
-        plain = all(plan.setting.plain for plan in step.plans)  # A user's rule may match inside.
-        return plain and _is_folded(step) and not step.closures and _is_elementwise(step)
-    row, listing = primitive(step.eqn.primitive.name), step.listing
-    by_rule = listing.entry or listing.region
-    return not by_rule and ((listing.op is Op.INFER and row.pointwise) or row.compares or _is_move(step))
-
-
-def _reads_wide(step: Step) -> bool:
-    """Whether a step reads no half array."""
-    return step.action is Action.BIND and HALF not in (storage for _, storage in step.all_reads)
-
-
-def _is_move(step: Step) -> bool:
-    """Whether a step moves elements."""
-    return step.listing.op is Op.MOVE or primitive(step.eqn.primitive.name).join
-
-
-def _is_elementwise(step: Step) -> bool:
-    """Whether a step, or each of a call, computes element by element, or only moves or compares."""
-    if step.listing.entry or step.listing.region:
-        return False
-    row, inside = primitive(step.eqn.primitive.name), [each for plan in step.plans for each in plan.eqns]
-    if row.call:
-        return all(map(_is_elementwise, inside))
-    return row.pointwise or row.whole or row.compares or not variables(step.eqn.invars)
-
-
-def _adds(step: Step) -> bool:
-    """Whether a step adds, or one of a call."""
-    return primitive(step.eqn.primitive.name).adds or any(_adds(each) for plan in step.plans for each in plan.eqns)
-
-
-def _in_float32(step: Step, rounds_result: bool = False) -> Step:
-    plans = (dataclasses.replace(plan, eqns=[*map(_in_float32, plan.eqns)]) for plan in step.plans)
-    return dataclasses.replace(
-        step,
-        action=Action.BIND if step.plans else step.action,
-        inner=AsTraced(tuple(plans)) if step.plans else None,
-        reads=tuple(FULL if tracked(v) else TRACED for v in step.eqn.invars),
-        outs=step.outs if rounds_result else tuple(x and x._replace(storage=FULL) for x in step.outs),
-        why=f"{step.why}, rounded when it is stored" if _rounds(step) and not rounds_result else step.why,
-        half=False, broadcast=(), rounded_once=rounds_result,
-        all_reads=tuple((v, FULL if read == HALF else read) for v, read in step.all_reads),
-    )  # fmt: skip
-
-
-class AsTraced(NamedTuple):
-    """The plans of a call that runs as traced, for reports."""
-
-    plans: tuple[Plan, ...]
 
 
 class _Stretches:
@@ -365,14 +269,14 @@ class _Stretches:
         able: set[int] = set()  # to read unrounded values
         for step in reversed(run):
             goes_on = all(self._readers(v) <= able for v in step.outvars)  # What is not read does no harm.
-            if _rounds(step) and goes_on:
+            if is_rounding(step) and goes_on:
                 unrounded.update(v for v in step.outvars if v not in saved)
             # What is rounded before the call or move that ends a chain is as exact, if it does not add. The sum of two
             # activations that ends one, as in a residual stream, takes longer in float32: it is no part of a matmul.
-            ends = not _is_move(step) and (_adds(step) or step.action is Action.BIND) and self._reads_one(step)
-            if (_is_arithmetic(step) and (goes_on or ends)) or _reads_wide(step):
+            ends = not is_move(step) and (adds(step) or step.action is Action.BIND) and self._reads_one(step)
+            if (is_arithmetic(step) and (goes_on or ends)) or reads_wide(step):
                 able.add(id(step))
-        return _unrounded(run, unrounded, ends_round=True)
+        return without_rounding(run, unrounded, ends_round=True)
 
     def _reads_one(self, step: Step) -> bool:
         return len(self._activations(step)) == 1
@@ -402,9 +306,9 @@ class _Stretches:
         inside = list(run[first : end + 1])
         if not self.rounds:
             read = {v for step in inside for v in variables(step.eqn.invars)}
-            shifted = {v for step in inside if _adds(step) and self._reads_one(step) for v in self._activations(step)}
+            shifted = {v for step in inside if adds(step) and self._reads_one(step) for v in self._activations(step)}
             calls = {v for step in inside if step.action is Action.ENTER for v in step.outvars}
-            inside = _unrounded(inside, read - (calls - shifted))
+            inside = without_rounding(inside, read - (calls - shifted))
         scopes = compat.common_scopes([step.eqn for step in inside])
         is_last = not any(self.uses.get(v, Use.NONE) & Use.ANY_HALF for v, _ in outs)
         region = RematRegion(inside, ins, tuple(self.is_input_value(v) for v, _ in ins), outs, scopes, is_last)
@@ -420,10 +324,10 @@ class _Stretches:
         end = read[0] if len(read) == 1 else None
         for i, step in enumerate(run[last + 1 :], last + 1):
             if end in self._activations(step):
-                if not (_is_arithmetic(step) and self._readers(end) == {id(step)} and len(step.outvars) == 1):
+                if not (is_arithmetic(step) and self._readers(end) == {id(step)} and len(step.outvars) == 1):
                     break
                 end = step.outvars[0]
-                last = i if _adds(step) else last
+                last = i if adds(step) else last
         return last
 
     def _readers(self, v: Any) -> Set[int]:

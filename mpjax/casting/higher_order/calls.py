@@ -33,7 +33,7 @@ from mpjax.casting.higher_order.sub_jaxpr import (
 from mpjax.casting.infer import Inference, plan_function
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, storage_of
 from mpjax.casting.plan import Plan, Step
-from mpjax.casting.remat import is_cheap
+from mpjax.casting.recompute import is_cheap
 from mpjax.casting.rewrite import arrays_of, kept, run_closed, values_of
 from mpjax.casting.setting import Setting
 from mpjax.casting.uses import Use, follows_one_value, uses
