@@ -33,7 +33,7 @@ from mpjax.kernels.families import Family, primitives
 from mpjax.program import compat
 
 # The logits of a block that exist at once.
-_BLOCK = 2**26
+_BLOCK = 2**27
 # The rows of a program that is exported for any number of them.
 _ROWS = 2**13
 # The most parts of a vocabulary, and so the most devices that may share it.
@@ -153,12 +153,12 @@ class _Walk:
         self.starts = np.minimum(np.arange(count) * self.size, self.shape[1] - self.size).astype(np.int32)
         self.fresh = (np.arange(count) * self.size).astype(np.int32)
         self.apart = bool((self.starts == self.fresh).all())
-        self.low = w.astype(x.dtype).reshape(-1, *self.shape)
+        self.w = w.reshape(-1, *self.shape)
         self.bias = None if bias is None else bias.reshape(self.shape)
 
     def block(self, start: Any) -> tuple[Any, Any]:
         """The weights and the bias of a block."""
-        w = lax.dynamic_slice_in_dim(self.low, start, self.size, axis=2)
+        w = lax.dynamic_slice_in_dim(self.w, start, self.size, axis=2).astype(self.x.dtype)
         return w, None if self.bias is None else lax.dynamic_slice_in_dim(self.bias, start, self.size, axis=1)
 
     def logits(self, w: Any, bias: Any) -> Any:
@@ -187,7 +187,7 @@ class _Walk:
 
     def run(self, body: Callable[..., Any], carry: Any) -> Any:
         """The carry after all blocks; `body(carry, start, fresh) → carry`, where columns from `fresh` on are new."""
-        arrays = [y for y in (self.x, self.low, self.bias, self.factors) if y is not None]
+        arrays = [y for y in (self.x, self.w, self.bias, self.factors) if y is not None]
         carry = jax.tree.map(lambda y: vary_as(y, arrays), carry)
         if len(self.starts) == 1:
             return body(carry, 0, 0)
@@ -200,6 +200,14 @@ _OF_BLOCK = (1, 2)  # the axes of the vocabulary in a block's logits
 
 def _of_rows(x: Any) -> Any:
     return x[:, None, None]
+
+
+def _joined(a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, ...]:
+    """The maximum of two sets of logits, the sum of exponentials relative to it, and sums, from those of each set."""
+    (most, summed, *sums), (other, more, *others) = a, b
+    ratio = jnp.where(most == other, 1, jnp.exp(-jnp.abs(most - other)))
+    summed = jnp.where(most > other, summed + more * ratio, more + summed * ratio)
+    return lax.max(most, other), summed, *map(lax.add, sums, others)
 
 
 def _weighted(exponentials: Any, logits: Any) -> Any:
@@ -217,18 +225,17 @@ def _forward_program(*arrays: Any, head: Head) -> list[Any]:
         logits, columns = walk.logits(*walk.block(start)), walk.columns(start)
         new = True if walk.apart else walk.new(start, fresh)
         counted = jnp.where(new, logits, -jnp.inf)
-        here = jnp.max(counted, _OF_BLOCK)
-        higher = jnp.maximum(largest, here)
+        hits = (new & (columns == _of_rows(y)) for y in labels)
+        read = counted, jnp.where(counted > -jnp.inf, 1.0, 0.0), *(jnp.where(hit, logits, 0) for hit in hits)
+        found = lax.reduce(read, (-np.inf, *[0.0] * (len(read) - 1)), _joined, _OF_BLOCK)  # Logits are read once.
+        here, (higher, summed, *at) = found[0], _joined((largest, summed, *at), found)
         safe = jnp.where(jnp.isfinite(higher), higher, 0)
         before, exponentials = jnp.exp(largest - safe), jnp.exp(counted - _of_rows(safe))
-        summed = summed * before + jnp.sum(exponentials, _OF_BLOCK)
         weighted = weighted * before + jnp.sum(_weighted(exponentials, logits), _OF_BLOCK)
         place = jnp.min(jnp.where(counted == _of_rows(here), columns, walk.vocabulary), _OF_BLOCK)
         # As argmax, which takes the first NaN.
         best = jnp.where(here > largest, place, best)
         total = total + jnp.sum(jnp.where(new, logits, 0), _OF_BLOCK)
-        hits = (new & (columns == _of_rows(y)) for y in labels)
-        at = [a + jnp.sum(jnp.where(hit, logits, 0), _OF_BLOCK) for a, hit in zip(at, hits, strict=True)]
         return higher, summed, weighted, total, best, at
 
     start = (rows - jnp.inf, rows, rows, rows, jnp.zeros(x.shape[:1], np.int32), [rows for _ in labels])
@@ -242,6 +249,7 @@ def _backward_program(*arrays: Any, head: Head, wrt: tuple[str, ...]) -> list[An
     x, w, bias, factors, labels = _parts(given, head)
     places = [(best, of_largest), *zip(labels, arrays[end:], strict=True)]
     walk = _Walk(x, w, bias, factors, head)
+    expected = jnp.where(of_expected == 0, 0, expected)  # A compiler then drops its sum where nothing reads it.
 
     def body(carry: Any, start: Any, fresh: Any) -> Any:
         w, bias = walk.block(start)
@@ -264,7 +272,7 @@ def _backward_program(*arrays: Any, head: Head, wrt: tuple[str, ...]) -> list[An
         }
         return {name: found[name]() for name in wrt}
 
-    shapes = {"x": x.shape, "w": walk.low.shape, "bias": walk.shape, "factors": x.shape[:1]}
+    shapes = {"x": x.shape, "w": walk.w.shape, "bias": walk.shape, "factors": x.shape[:1]}
     sums = walk.run(body, {name: jnp.zeros(shapes[name], np.float32) for name in wrt})
     types = {"x": x, "w": w, "bias": bias, "factors": factors}
     return [sums[name].reshape(types[name].shape).astype(types[name].dtype) for name in wrt]

@@ -544,11 +544,11 @@ def _apply(step: _Step, args: Sequence[Array]) -> list[Any]:
 def _evaluated_with_jax(eqn: Any, args: Sequence[Array]) -> list[Any]:
     """Evaluates an operation with JAX in float64, or in the program's dtype if the operation fixes one.
 
-    Scatters fix the dtype of their sum, and bit casts their operand's.
+    Scatters and general reductions fix the dtype of their sum, and bit casts their operand's.
     """
-    if eqn.primitive.name.startswith("scatter") or eqn.primitive.name == "bitcast_convert_type":
+    if eqn.primitive.name.startswith("scatter") or eqn.primitive.name in ("bitcast_convert_type", "reduce"):
         typed = [put(x, v.aval.dtype) for v, x in zip(eqn.invars, args, strict=True)]
-        return [np.asarray(eqn.primitive.bind(*typed, **eqn.params))]
+        return [np.asarray(x) for x in jax.tree.leaves(eqn.primitive.bind(*typed, **eqn.params))]
     operands: list[Any] = []
     no_mesh = jax.sharding.Mesh(np.empty((), object), ())  # The arrays are on one device.
     with jax.enable_x64(True), jax.set_mesh(no_mesh):
