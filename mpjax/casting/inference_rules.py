@@ -51,7 +51,8 @@ def _allow(inference: Inference, eqn: Any, listing: Listing) -> Step:
     if mixed or not any(map(tracked, eqn.invars)):
         return inference.in_float32(eqn, listing, Level.FLOAT, "its operands have other dtypes")
     # A loss's bias is added in float32: it may keep a padded vocabulary out.
-    rounded = eqn.invars[:2] if eqn.primitive is CROSS_ENTROPY else eqn.invars
+    is_loss = eqn.primitive is CROSS_ENTROPY
+    rounded = [eqn.invars[i] for i in eqn.params["options"].heads.places("xw")] if is_loss else eqn.invars
     if any(map(inference.is_beyond, rounded)):
         return inference.in_float32(eqn, listing, Level.FLOAT, out_of_range(inference.setting.half))
     chosen = listing.entry is not None or listing.region in IN_HALF or inference.setting.rules.level == "half"

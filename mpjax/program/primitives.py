@@ -271,8 +271,8 @@ def matmul_flops(eqn: Any) -> int:
         (batch, queries, heads, width), (_, keys, *_), (*_, of_values) = (v.aval.shape for v in eqn.invars[:3])
         return int(count) * batch * heads * queries * keys * (width + of_values)
     if count := primitive(name).heads:
-        (rows, width), (_, vocabulary) = (v.aval.shape for v in eqn.invars[:2])
-        return 2 * int(count) * rows * width * vocabulary
+        pairs = ((eqn.invars[i].aval.size, eqn.invars[i + 1].aval.shape[1]) for i in eqn.params["head"].places("x"))
+        return sum(2 * int(count) * size * vocabulary for size, vocabulary in pairs)
     if not (name in MATMULS or primitive(name).contracts) or is_product(eqn):
         return 0
     lhs, rhs = (v.aval for v in eqn.invars[:2])
@@ -286,7 +286,7 @@ def matmul_flops(eqn: Any) -> int:
         options = eqn.params["options"]
         return 2 * options.scores * (options.ins[0].merged[-1] + options.out.merged[-1])
     if name == "fused_cross_entropy":
-        return int(eqn.params["options"].flops * lhs.shape[eqn.params["options"].contracted[0]])
+        return int(eqn.params["options"].flops)
     # A ragged dot multiplies each row by the matrix of its group.
     dims = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = dims.dot_dimension_numbers

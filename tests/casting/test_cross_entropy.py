@@ -341,6 +341,59 @@ def at_two_temperatures(params, x, y):
     return sum(optax.softmax_cross_entropy_with_integer_labels(z, y).mean() for z in (logits / 2, logits * 1.5))
 
 
+def teacher_of(params, x):
+    """Its logits are of another vocabulary's matrix, first, and biased."""
+    _, table, b = params
+    return jnp.einsum("vd,btd->btv", table, jnp.sin(x)) + b
+
+
+def distilled(params, x, y):
+    """The teacher has no derivative, and both have a temperature."""
+    student = jax.nn.log_softmax(logits_of(params, x) / 2)
+    teacher = jax.nn.log_softmax(jax.lax.stop_gradient(teacher_of(params, x)) / 2)
+    return 4 * jnp.mean(jnp.sum(jnp.exp(teacher) * (teacher - student), -1))
+
+
+def distilled_on_policy(params, x, y):
+    """The reverse divergence, and its gradient is stopped behind the teacher's softmax."""
+    student = jax.nn.log_softmax(logits_of(params, x))
+    teacher = jax.lax.stop_gradient(jax.nn.log_softmax(teacher_of(params, x)))
+    return jnp.mean(y * jnp.sum(jnp.exp(student) * (student - teacher), -1))
+
+
+def distilled_by_optax(params, x, y):
+    """Its targets of 0 have no logarithm. The label's loss is added, and logits of padding are in no loss."""
+    student, teacher = (
+        jnp.where(jnp.arange(V) < V - 5, z, -1e9)[..., 1:] for z in (logits_of(params, x), teacher_of(params, x))
+    )
+    targets = jax.lax.stop_gradient(jax.nn.softmax(teacher))
+    divergence = optax.losses.kl_divergence(jax.nn.log_softmax(student), targets).mean()
+    return divergence + optax.softmax_cross_entropy_with_integer_labels(student, y % 9).mean()
+
+
+def of_soft_labels(params, x, y):
+    """Both heads learn."""
+    soft = jax.nn.softmax(teacher_of(params, x)[:, 1:])
+    return optax.softmax_cross_entropy(logits_of(params, x)[:, 1:], soft).mean()
+
+
+def near_a_reference(params, x, y):
+    """A policy's full divergence, with its entropy and with metrics of the reference."""
+    log_p, log_r = jax.nn.log_softmax(logits_of(params, x)), jax.nn.log_softmax(jax.lax.stop_gradient(x @ params[0]))
+    divergence = jnp.sum(jnp.exp(log_p) * (log_p - log_r), -1)
+    ratio = jnp.exp(jnp.take_along_axis(log_p - log_r, y[..., None], -1)[..., 0])
+    return jnp.mean(0.1 * divergence - ratio) + jnp.mean(jnp.argmax(log_r, -1) == y)
+
+
+def poly(params, x, y):
+    return optax.losses.poly_loss_cross_entropy(logits_of(params, x), jax.nn.one_hot(y, V), epsilon=2.0).mean()
+
+
+def mixed_up(params, x, y):
+    labels = 0.3 * jax.nn.one_hot(y, V) + 0.7 * jax.nn.one_hot(y[:, ::-1], V)
+    return optax.softmax_cross_entropy(logits_of(params, x), labels).mean()
+
+
 LOSSES = {
     f.__name__: f
     for f in (
@@ -354,6 +407,7 @@ LOSSES = {
         with_an_entropy, with_an_entropy_of_logits, of_probabilities, margin, shifted_with_a_gradient,
         stopped_metrics, both_ways, of_parts, at_two_temperatures, at_a_temperature_of_each_row,
         without_columns, padded_and_without_columns, at_the_diagonal,
+        distilled, distilled_on_policy, distilled_by_optax, of_soft_labels, near_a_reference, poly, mixed_up,
     )
 }  # fmt: skip
 

@@ -104,9 +104,10 @@ def labels_of(flow: Dataflow, x: Any, shape: Sequence[int]) -> Labels | None:
                 continue
             if name in ("mul", "div"):
                 return scaled(flow, labels, name, ins[1 - i], rows)
-            number = number_of(flow, ins[1 - i])
-            if number is not None and not labels.weights:
-                return labels._replace(rest=labels.rest + (number if name == "add" else -number))
+            number, sign = number_of(flow, ins[1 - i]), 1.0 if name == "add" else -1.0
+            more = labels_of(flow, ins[1 - i], shape) if number is None else Labels((), number)
+            if more is not None and not labels.weights and not more.weights:
+                return Labels((*labels.factors, *times(more, sign).factors), labels.rest + sign * more.rest)
     return None
 
 

@@ -14,10 +14,10 @@ from jax import lax
 
 from mpjax.casting.attention.prepare import inlined
 from mpjax.casting.classify import classify
-from mpjax.casting.cross_entropy.find import Factor, LossHead, Padding, apart, copied, losses, renamed
+from mpjax.casting.cross_entropy.find import Factor, LossHead, Padding, Path, apart, copied, losses, renamed
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY, HeadOptions
 from mpjax.casting.setting import Setting
-from mpjax.kernels.cross_entropy import Head, Statistics
+from mpjax.kernels.cross_entropy import Head, Heads
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow, live_equations, variables
 from mpjax.program.primitives import Op
@@ -43,9 +43,13 @@ def _fused(jaxpr: Any, setting: Setting) -> tuple[Any, list[tuple[Any, str]]]:
     """A program whose losses are computed from statistics, and the losses that stay, each with the reason."""
     refused = []
     for matmul, found in list(losses(Dataflow(live_equations(jaxpr), jaxpr.outvars))):
-        listing = classify(matmul, setting)
-        if isinstance(found, str) or listing.op is not Op.ALLOW:
-            refused.append((matmul, found if isinstance(found, str) else listing.why))
+        if isinstance(found, str):
+            refused.append((matmul, found))
+            continue
+        listings = [classify(path.matmul, setting) for path in found.paths]
+        why = next((listing.why for listing in listings if listing.op is not Op.ALLOW), None)
+        if why is not None:
+            refused.append((matmul, why))
             continue
         try:
             with compat.on_mesh_of(matmul.outvars[0].aval):
@@ -57,51 +61,70 @@ def _fused(jaxpr: Any, setting: Setting) -> tuple[Any, list[tuple[Any, str]]]:
 
 def _written(jaxpr: Any, found: LossHead) -> Any:
     """A program with a loss from statistics in place of its logits."""
-    x, w = found.matmul.invars
-    ((i,), (j,)), _ = found.matmul.params["dimension_numbers"]
-    if found.swapped:
-        x, w, i, j = w, x, j, i
     new: list[Any] = []
-    vocabulary, factor, padding = found.vocabulary, found.factor, found.padding
+    like = found.paths[0].matmul
 
     def spliced(fun: Callable[..., Any], *operands: Any) -> Any:
-        return _spliced(fun, operands, new, found.matmul)
+        return _spliced(fun, operands, new, like)
 
     def label(y: Any, clipped: bool) -> Any:
         y = y.reshape(found.shape).astype(np.int32)
-        return jnp.clip(y, 0, vocabulary - 1) if clipped else y
+        return jnp.clip(y, 0, found.vocabulary - 1) if clipped else y
 
-    if found.columns is not None:
-        w = spliced(functools.partial(_columns, found, axis=1 - j), w)
-    if i < x.aval.ndim - 1 or found.moves:
-        x = spliced(lambda x: _moved(jnp.moveaxis(x, i, -1), found.moves), x)
-    added = [v for v in (found.bias, padding and padding.mask) if v is not None]
-    bias = [spliced(functools.partial(_bias, found), *added)] if added else []
-    factors = [spliced(functools.partial(_factor, factor, found.moves), factor.value)] if factor is not None else []
+    of_heads, contracted = [], []
+    for i, path in enumerate(found.paths):
+        arrays, dims = _operands(path, spliced)
+        for name, y in zip(Head(tuple(path.steps)).floats, arrays, strict=True):
+            of_heads.append(spliced(lax.stop_gradient, y) if i in found.frozen or name in path.stopped else y)
+        contracted.append(dims)
     labels = [spliced(functools.partial(label, clipped=clipped), y) for y, clipped in found.labels]
-    options = HeadOptions(Head(tuple(found.steps), len(labels)), (x.aval.ndim - 1, j), found.shape, vocabulary)
-    operands = [x, w, *bias, *factors, *labels]
+    heads = Heads(tuple(Head(tuple(path.steps)) for path in found.paths), len(labels))
+    operands = [*of_heads, *labels]
+    width = sum(operands[n].aval.shape[dims[0]] for n, dims in zip(heads.places("x"), contracted, strict=True))
+    options = HeadOptions(heads, tuple(contracted), found.shape, found.vocabulary, width)
     outs = _results(options, operands)
     params = {"options": options}
-    new.append(found.matmul.replace(primitive=CROSS_ENTROPY, invars=operands, outvars=[*outs], params=params))
-    if padding is not None:
-        for n, y in enumerate(labels, len(outs) - len(labels)):
-            outs[n] = spliced(functools.partial(_at_padding, found, padding), outs[n], y, padding.mask)
+    new.append(like.replace(primitive=CROSS_ENTROPY, invars=operands, outvars=[*outs], params=params))
+    for i, path in enumerate(found.paths):
+        padding = path.padding
+        if padding is not None:
+            for n, y in zip(heads.at(i), labels, strict=True):
+                outs[n] = spliced(functools.partial(_at_padding, path, padding), outs[n], y, padding.mask)
     results = {}
     for eqn, result, given in found.reads:
-        value = functools.partial(_value, found.shape, len(outs), eqn, result)
+        value = functools.partial(_value, found.shape, heads, len(outs), eqn, result)
         made: list[Any] = []
         results[eqn.outvars[0]] = _spliced(value, [*outs, *given], made, eqn)
         new += made
-    inside = {*map(id, found.inside)}
+    inside = {*map(id, found.inside), *(id(eqn) for path in found.paths for eqn in path.inside)}
     rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in inside]
     eqns = _in_order([eqn.replace(invars=renamed(eqn.invars, results)) for eqn in (*rest, *new)])
     return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars, results))
 
 
-def _value(rows: Sequence[int], count: int, eqn: Any, result: Callable[..., Any], *arrays: Any) -> Any:
+def _operands(path: Path, spliced: Callable[..., Any]) -> tuple[list[Any], tuple[int, int]]:
+    """The operands of a head, and the dimensions of rows and weights that are contracted."""
+    x, w = path.matmul.invars
+    ((i,), (j,)), _ = path.matmul.params["dimension_numbers"]
+    if path.swapped:
+        x, w, i, j = w, x, j, i
+    if path.columns is not None:
+        w = spliced(functools.partial(_columns, path, axis=1 - j), w)
+    if i < x.aval.ndim - 1 or path.moves:
+        x = spliced(lambda x: _moved(jnp.moveaxis(x, i, -1), path.moves), x)
+    added = [v for v in (path.bias, path.padding and path.padding.mask) if v is not None]
+    bias = [spliced(functools.partial(_bias, path), *added)] if added else []
+    factor = path.factor
+    factors = [] if factor is None else [spliced(functools.partial(_factor, factor, path.moves), factor.value)]
+    return [x, w, *bias, *factors], (x.aval.ndim - 1, j)
+
+
+def _value(rows: Sequence[int], heads: Heads, count: int, eqn: Any, result: Callable[..., Any], *arrays: Any) -> Any:
     """The result of an equation that reads logits, from their statistics and the values of rows that it takes."""
-    out, aval = result(Statistics.of(arrays[:count]), *(y.reshape(rows) for y in arrays[count:])), eqn.outvars[0].aval
+    out, aval = (
+        result(heads.of_results(arrays[:count]), *(y.reshape(rows) for y in arrays[count:])),
+        eqn.outvars[0].aval,
+    )
     name, out = eqn.primitive.name, out.astype(aval.dtype)
     if name in _REDUCTIONS and (rows := eqn.params["axes"][:-1]):
         out = _REDUCTIONS[name](out, rows)
@@ -118,7 +141,7 @@ def _results(options: HeadOptions, operands: Sequence[Any]) -> list[Any]:
     return [compat.new_variable(v) for v in compat.open_jaxpr(traced.jaxpr).jaxpr.outvars]
 
 
-def _bias(found: LossHead, *added: Any) -> Any:
+def _bias(found: Path, *added: Any) -> Any:
     """What is added to the logits of each row: the bias, and what makes logits of padding negligible."""
     of_columns = [_columns(found, jnp.ravel(y)) for y in added]
     total = 0.0 if found.bias is None else of_columns[0]
@@ -127,7 +150,7 @@ def _bias(found: LossHead, *added: Any) -> Any:
     return jnp.where(of_columns[-1] == found.padding.where, np.float32(found.padding.number), total)
 
 
-def _columns(found: LossHead, y: Any, axis: int = 0) -> Any:
+def _columns(found: Path, y: Any, axis: int = 0) -> Any:
     """An array over the vocabulary without what is sliced off."""
     if found.columns is None or y.shape[axis] == found.vocabulary:
         return y
@@ -142,7 +165,7 @@ def _factor(factor: Factor, moves: Sequence[Any], y: Any) -> Any:
     return _moved(y.reshape(*factor.rows, 1), moves[factor.begin :]).reshape(-1)
 
 
-def _at_padding(found: LossHead, padding: Padding, logit: Any, label: Any, mask: Any) -> Any:
+def _at_padding(found: Path, padding: Padding, logit: Any, label: Any, mask: Any) -> Any:
     """The logit at a label: that of padding is a number, after the steps that follow it, without a derivative."""
     number = padding.number
     for kind, by in found.steps[padding.begin + (found.bias is None) :]:
