@@ -14,8 +14,10 @@ from jax import lax
 
 from mpjax.casting.attention.prepare import inlined
 from mpjax.casting.classify import classify
-from mpjax.casting.cross_entropy.find import Factor, LossHead, Padding, Path, apart, copied, losses, renamed
+from mpjax.casting.cross_entropy.apart import apart, copied, renamed
+from mpjax.casting.cross_entropy.find import LossHead, losses
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY, HeadOptions
+from mpjax.casting.cross_entropy.path import Factor, Padding, Path
 from mpjax.casting.setting import Setting
 from mpjax.kernels.cross_entropy import Head, Heads
 from mpjax.program import compat

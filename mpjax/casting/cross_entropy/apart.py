@@ -1,0 +1,81 @@
+"""Gives a matmul of its own to each scale, layout or part of logits that a program reads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from mpjax.casting.cross_entropy.labels import number_of, scalar_of
+from mpjax.casting.cross_entropy.path import Path, Refused, is_head
+from mpjax.program import compat
+from mpjax.program.dataflow import Dataflow, live_equations
+from mpjax.program.primitives import Op, primitive
+
+# By name: a loss is found by what is done to its logits.
+
+NORMALISING = ("exp", "reduce_sum", "log")
+
+
+def apart(jaxpr: Any) -> tuple[Any, frozenset[Any]]:
+    """A program with a matmul of its own for each scale, layout or part of logits that is read, and their products."""
+    flow = Dataflow(live_equations(jaxpr), jaxpr.outvars)
+    copies: dict[int, tuple[list[Any], dict[Any, Any]]] = {}
+    products: set[Any] = set()
+    for matmul in (eqn for eqn in flow.eqns if is_head(flow, eqn)):
+        head = Path(flow, matmul)
+        with contextlib.suppress(Refused):
+            v = head.logits()
+            readers = flow.readers.get(v, [])
+            differing = [eqn for eqn in readers if _differs(flow, eqn, v)]
+            if len(readers) == 1 or not differing or not is_normalised(flow, v):
+                continue
+            products.add(matmul.outvars[0])
+            for reader in differing[len(differing) == len(readers) :]:
+                names: dict[Any, Any] = {}
+                copies[id(reader)] = [*copied(head.inside, names)], {v: names[v]}
+                products.add(names[matmul.outvars[0]])
+    eqns = []
+    for eqn in jaxpr.eqns:
+        before, names = copies.get(id(eqn), ([], {}))
+        eqns += [*before, eqn.replace(invars=renamed(eqn.invars, names))]
+    return jaxpr.replace(eqns=eqns), frozenset(products)
+
+
+def copied(eqns: Iterable[Any], names: dict[Any, Any]) -> Iterator[Any]:
+    """Copies of equations, which read the variables of `names`; it gets new ones for their results."""
+    for eqn in eqns:
+        ins, outs = renamed(eqn.invars, names), [compat.new_variable(v) for v in eqn.outvars]
+        names.update(zip(eqn.outvars, outs, strict=True))
+        yield eqn.replace(invars=ins, outvars=outs)
+
+
+def renamed(atoms: Sequence[Any], names: Mapping[Any, Any]) -> list[Any]:
+    """Variables by their other names, and literals."""
+    return [names.get(v, v) if isinstance(v, compat.Var) else v for v in atoms]
+
+
+def _differs(flow: Dataflow, reader: Any, logits: Any) -> bool:
+    """Whether a reader takes other rows than those of logits, or scales them."""
+    scale = reader.primitive.name in ("mul", "div")
+    others = [x for x in reader.invars if x is not logits]
+    return reader.primitive.name in ("transpose", "slice") or (
+        scale and all(number_of(flow, x) is not None or scalar_of(flow, x) is not None for x in others)
+    )
+
+
+def is_normalised(flow: Dataflow, v: Any) -> bool:
+    """Whether the logarithm of a sum of exponentials of a value is taken, before any matmul."""
+    waiting, seen = [(v, 0)], set[Any]()
+    while waiting:
+        v, done = waiting.pop()
+        for eqn in flow.readers.get(v, ()):
+            name, now = eqn.primitive.name, done
+            now += name == NORMALISING[now]
+            if now == len(NORMALISING):
+                return True
+            if primitive(name).op is not Op.ALLOW:
+                new = [(out, now) for out in eqn.outvars if (out, now) not in seen]
+                seen.update(new)
+                waiting += new
+    return False

@@ -1,0 +1,182 @@
+"""What is done to the product of a head up to what its loss reads: scales, a bias, a cap, padding and moves of rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mpjax.casting.cross_entropy.labels import broadcast_of, number_of, scalar_of
+from mpjax.casting.setting import tracked
+from mpjax.kernels.cross_entropy import Head
+from mpjax.program.dataflow import Dataflow
+
+# By name: a loss is found by what is done to its logits.
+
+_PADDING = -1e8  # float32 absorbs logits that are added to it
+
+
+class Refused(Exception):
+    """Something reads the logits themselves: why, and the equation, if it may read those of another head too."""
+
+    def __init__(self, why: str, eqn: Any = None):
+        super().__init__(why)
+        self.eqn = eqn
+
+
+class Padding(NamedTuple):
+    """A mask over the vocabulary, whether it is true at the padding, and the number that stands there for logits.
+
+    `begin` is the number of steps before it.
+    """
+
+    mask: Any
+    where: bool
+    number: float
+    begin: int
+
+
+class Factor(NamedTuple):
+    """What logits are multiplied or divided by: how, and a variable with one number, or one for each row.
+
+    `rows` is the shape of the rows, after the moves before `begin`.
+    """
+
+    how: str
+    value: Any
+    rows: tuple[int, ...]
+    begin: int
+
+
+class Path:
+    """What is done to the product of a head up to what its loss reads: logits.
+
+    Attributes:
+        matmul: Its equation.
+        swapped: Whether its first operand has the vocabulary.
+        vocabulary: The size of it.
+        columns: Which of the weights these are; None for all.
+        steps: What is done to the product, as in `Head`.
+        moves: The moves of rows between the product and the loss.
+        bias: The bias before it was broadcast; None without one.
+        factor: What logits are multiplied or divided by, as `Factor`; None without any.
+        padding: Which of the vocabulary are padding, as `Padding`; None without any.
+        inside: The equations that the statistics replace.
+        stopped: The names of the operands that have no derivative, as those of a teacher.
+    """
+
+    def __init__(self, flow: Dataflow, matmul: Any):
+        self.flow, self.matmul = flow, matmul
+        self.swapped = _weights_first(flow, matmul)
+        self.vocabulary = matmul.outvars[0].aval.shape[0 if self.swapped else -1]
+        self.columns: slice | None = None
+        self.steps: list[tuple[str, float]] = []
+        self.moves: list[Any] = []
+        self.bias: Any = None
+        self.factor: Factor | None = None
+        self.padding: Padding | None = None
+        self.inside: list[Any] = [matmul]
+        self.stopped: tuple[str, ...] = ()
+
+    def logits(self) -> Any:
+        """The logits after scales, bias, cap and moves of their rows: the last value with a single reader."""
+        v: Any = self.matmul.outvars[0]
+        while len(readers := self.flow.readers.get(v, [])) == 1 and v not in self.flow.returned:
+            (eqn,) = readers
+            if not self._is_step(eqn, v):
+                break
+            self.inside.append(eqn)
+            v = eqn.outvars[0]
+        if self._is_first:
+            raise Refused("its vocabulary is not the last dimension of the logits")
+        return v
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether the vocabulary is still the first dimension: no transposition has moved it behind the rows."""
+        return self.swapped and not self.moves
+
+    def _is_step(self, eqn: Any, v: Any) -> bool:
+        name, shape = eqn.primitive.name, v.aval.shape
+        other = next((x for x in eqn.invars if x is not v), None)
+        if name in ("mul", "div") and other is not None and not (name == "div" and eqn.invars[0] is not v):
+            factor = number_of(self.flow, other)
+            if factor is None and self.factor is None and self.padding is None:
+                given = scalar_of(self.flow, other)
+                if given is None and not self._is_first:
+                    given = broadcast_of(self.flow, other, (*shape[:-1], 1))
+                self.factor = None if given is None else Factor(name, given, shape[:-1], len(self.moves))
+                self.steps += [] if given is None else [("factors", 0.0)]
+                return given is not None
+            if factor is None or not math.isfinite(factor) or factor == 0:
+                return False
+            self.steps.append(("scale", factor if name == "mul" else 1 / factor))
+            return True
+        if name == "tanh":
+            self.steps.append(("cap", 1.0))
+            return True
+        if name in ("sharding_constraint", "name", "copy"):  # of logits that no longer exist
+            return True
+        if name == "stop_gradient":
+            self.stopped = Head(tuple(self.steps)).floats
+            return True
+        if name == "transpose" and eqn.params["permutation"][-1] == (0 if self._is_first else len(shape) - 1):
+            self.moves.append(eqn)
+            return True
+        if self._is_first:
+            return False
+        if name == "add" and other is not None and self.bias is None and self.padding is None:
+            self.bias = broadcast_of(self.flow, other, _one_row(shape))
+            self.steps += [] if self.bias is None else [("bias", 0.0)]
+            return self.bias is not None
+        if name == "select_n" and self.padding is None and (self.bias is None or self.steps[-1][0] == "bias"):
+            self.padding = self._as_padding(eqn, v)
+            self.steps += [] if self.padding is None or self.bias is not None else [("bias", 0.0)]
+            return self.padding is not None
+        if name in ("reshape", "squeeze") and eqn.outvars[0].aval.shape[-1:] == shape[-1:] and not _reorders(eqn):
+            self.moves.append(eqn)
+            return True
+        if name == "slice" and (self.columns is None or eqn.outvars[0].aval.shape[-1] == shape[-1]):
+            if (size := eqn.outvars[0].aval.shape[-1]) != shape[-1]:
+                starts, ends, strides = (eqn.params[of] for of in ("start_indices", "limit_indices", "strides"))
+                self.columns, self.vocabulary = slice(starts[-1], ends[-1], strides and strides[-1]), size
+            self.moves.append(eqn)
+            return True
+        return False
+
+    def _as_padding(self, eqn: Any, v: Any) -> Padding | None:
+        """Logits with padding, whose number is so low that a logit added to it is lost in float32."""
+        mask, *cases = eqn.invars
+        source = broadcast_of(self.flow, mask, _one_row(v.aval.shape)) if len(cases) == 2 else None
+        number = number_of(self.flow, cases[1] if cases[0] is v else cases[0])
+        if source is None or number is None or number > _PADDING:
+            return None
+        return Padding(source, cases[0] is v, number, len(self.steps))
+
+
+def is_head(flow: Dataflow, eqn: Any) -> bool:
+    """Whether a matmul multiplies float32 rows by a matrix."""
+    return multiplies_rows(eqn) and all(map(tracked, (*eqn.invars, *eqn.outvars))) and eqn.outvars[0] in flow.readers
+
+
+def multiplies_rows(eqn: Any) -> bool:
+    if eqn.primitive.name != "dot_general":
+        return False
+    ((left, right), (batch, _)) = eqn.params["dimension_numbers"]
+    return len(left) == len(right) == 1 and not batch and min(v.aval.ndim for v in eqn.invars) == 2
+
+
+def _weights_first(flow: Dataflow, matmul: Any) -> bool:
+    """Whether the weights are the first operand of a matmul, and the vocabulary the first dimension of its result."""
+    (w, x), v = (v.aval.ndim for v in matmul.invars), matmul.outvars[0]
+    while len(readers := flow.readers.get(v, [])) == 1 and readers[0].primitive.name in ("mul", "div"):
+        (v,) = readers[0].outvars
+    return bool(w == 2 and (x > 2 or [eqn.primitive.name for eqn in readers] == ["transpose"]))
+
+
+def _one_row(shape: Sequence[int]) -> tuple[int, ...]:
+    return (*(1 for _ in shape[:-1]), shape[-1])
+
+
+def _reorders(reshape: Any) -> bool:
+    return reshape.primitive.name == "reshape" and reshape.params["dimensions"] is not None
