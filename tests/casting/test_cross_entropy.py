@@ -103,6 +103,19 @@ def with_accuracy(params, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean() + 0.0 * right
 
 
+def with_accuracy_before_a_temperature(params, x, y):
+    """Accuracy comes first, so that its equations are before those of the scale."""
+    logits = logits_of(params, x)
+    right = jnp.mean(jnp.argmax(logits, -1) == y)
+    return optax.softmax_cross_entropy_with_integer_labels(logits / 0.7, y).mean() + 0.0 * right
+
+
+def with_accuracy_after_a_temperature(params, x, y):
+    logits = logits_of(params, x)
+    right = jnp.mean(jnp.argmax(2.0 * logits, -1) == y)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean() + 0.0 * right
+
+
 def policy_gradient(params, x, y):
     log_p = jnp.take_along_axis(jax.nn.log_softmax(logits_of(params, x)), y[..., None], -1)[..., 0]
     return jnp.mean(jnp.exp(log_p - jax.lax.stop_gradient(log_p) + 0.1) * jnp.sin(y))
@@ -399,6 +412,7 @@ LOSSES = {
     for f in (
         log_softmax, integer_labels, one_hot, smoothed, logsumexp, z_loss, compared, tied, biased_and_cold, capped,
         shifted_and_ignored, flat, indexed, indexed_by_rows, with_accuracy, policy_gradient, jitted, checkpointed,
+        with_accuracy_before_a_temperature, with_accuracy_after_a_temperature,
         scanned, mapped, outside, of_a_layer_of_each_token, of_each_row, rows_behind_and_swapped,
         capped_and_named_before_it_is_transposed, on_and_off_values, smoothed_where,
         padded_vocabulary, padded_and_biased, labels_in_the_padding, padded_then_scaled_and_capped,

@@ -14,14 +14,14 @@ from jax import lax
 
 from mpjax.casting.attention.prepare import inlined
 from mpjax.casting.classify import classify
-from mpjax.casting.cross_entropy.apart import apart, copied, renamed
+from mpjax.casting.cross_entropy.apart import apart, copied, in_order, renamed
 from mpjax.casting.cross_entropy.find import LossHead, losses
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY, HeadOptions
 from mpjax.casting.cross_entropy.path import Factor, Padding, Path
 from mpjax.casting.setting import Setting
 from mpjax.kernels.cross_entropy import Head, Heads
 from mpjax.program import compat
-from mpjax.program.dataflow import Dataflow, live_equations, variables
+from mpjax.program.dataflow import Dataflow, live_equations
 from mpjax.program.primitives import Op
 from mpjax.program.source import reason
 
@@ -100,7 +100,7 @@ def _written(jaxpr: Any, found: LossHead) -> Any:
         new += made
     inside = {*map(id, found.inside), *(id(eqn) for path in found.paths for eqn in path.inside)}
     rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in inside]
-    eqns = _in_order([eqn.replace(invars=renamed(eqn.invars, results)) for eqn in (*rest, *new)])
+    eqns = in_order([eqn.replace(invars=renamed(eqn.invars, results)) for eqn in (*rest, *new)])
     return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars, results))
 
 
@@ -200,30 +200,3 @@ def _spliced(fun: Callable[..., Any], operands: Sequence[Any], eqns: list[Any], 
     eqns += (compat.in_scopes_of(eqn, like) for eqn in copied(opened.jaxpr.eqns, names))
     (result,) = renamed(opened.jaxpr.outvars, names)
     return result
-
-
-def _in_order(eqns: Sequence[Any]) -> list[Any]:
-    """Equations in an order in which each value is made before it is read.
-
-    Raises:
-        ValueError: There is none, as for two losses that each have labels from the other's logits.
-    """
-    flow, most = Dataflow(eqns), sum(len(eqn.invars) for eqn in eqns)
-    done: set[int] = set()
-    order: list[Any] = []
-    for eqn in eqns:
-        waiting = [eqn]
-        while waiting:
-            top = waiting[-1]
-            makers = map(flow.maker, variables(top.invars))
-            needed = [maker for maker in makers if maker is not None and id(maker) not in done]
-            if needed and id(top) not in done:
-                if len(waiting) > most:
-                    raise ValueError("its labels follow from logits that follow from it")
-                waiting += needed
-                continue
-            waiting.pop()
-            if id(top) not in done:
-                done.add(id(top))
-                order.append(top)
-    return order
