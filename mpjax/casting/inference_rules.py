@@ -66,7 +66,8 @@ def _allow(inference: Inference, eqn: Any, listing: Listing) -> Step:
 def _deny(inference: Inference, eqn: Any, listing: Listing) -> Step:
     level = _activation(inference.level(eqn))
     step = inference.in_float32(eqn, listing, level, listing.why)
-    if listing is STREAM_ADDITION and level == Level.FLOAT:
+    # The sum of an optimizer's moments has no half copy: no layer reads it.
+    if listing is STREAM_ADDITION and level == Level.FLOAT and inference.used(eqn) & Use.ANY_HALF:
         normalized = eqn.outvars[0] in normalized_sums(inference.jaxpr)
         step.outs = (NORMALIZED if normalized else STREAM,)
     if listing is GATED and level == Level.FLOAT:

@@ -13,11 +13,10 @@ from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 from mpjax.casting.setting import Setting, tracked
-from mpjax.casting.streams import has_matmuls
+from mpjax.casting.streams import multiplies
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow, dataflow, variables
 from mpjax.program.derivative_rules import may_close_over_tracers
-from mpjax.program.graph import sub_jaxprs
 from mpjax.program.primitives import Op, primitive
 from mpjax.program.source import REMATTED, is_backward, scopes
 
@@ -103,12 +102,7 @@ def _reading(eqn: Any, renamed: dict[Any, Any]) -> Any:
 
 def _runs(eqns: Sequence[Any]) -> list[int]:
     """The number of matmuls, also in loops and calls, up to each equation."""
-    multiplies = (primitive(eqn.primitive.name).op is Op.ALLOW or _holds_matmuls(eqn) for eqn in eqns)
-    return [*itertools.accumulate(multiplies)]
-
-
-def _holds_matmuls(eqn: Any) -> bool:
-    return any(has_matmuls(sub.jaxpr) for sub in sub_jaxprs(eqn))
+    return [*itertools.accumulate(map(multiplies, eqns))]
 
 
 def _kept(eqns: Sequence[Any]) -> set[Any]:

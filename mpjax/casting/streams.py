@@ -6,8 +6,10 @@ Layers may also multiply it, `h = h * f(h)`.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -46,9 +48,10 @@ _BENT = 13
 def residual_additions(jaxpr: Any) -> dict[Any, int]:
     """The results of the additions of a jaxpr that make a residual stream, and as how many each counts.
 
-    One operand of such an addition has another consumer: the layer whose result is added to it. The result, normalized
-    or scaled or not, is added to again, or returned, as in the body of a scan over layers. Other additions lack one of
-    these: a GELU's `x + 0.044715 x³` is multiplied by another array, and a bias has no other consumer.
+    One operand of such an addition has another consumer: the layer whose result is added to it, which has a matmul. The
+    result, normalized or scaled or not, is added to again, or returned, as in the body of a scan over layers. Other
+    additions lack one of these: a GELU's `x + 0.044715 x³` is multiplied by another array, a bias has no other
+    consumer, and the moments of an optimizer have no layer.
 
     An addition to a sum that nothing else reads, as in `h + f(h) + g(h)`, counts as 0: they are rounded together. The
     products of a state that layers multiply alone are among the results.
@@ -67,8 +70,10 @@ def residual_additions(jaxpr: Any) -> dict[Any, int]:
             additions.append((eqn, read))
             continued |= read
     stream: dict[Any, int] = {}
+    has_layer = _through_matmuls(flow, {v for _, read in additions for v in read if readers[v] > 1})
     for eqn, read in additions:
-        branched, (out,) = any(readers[v] > 1 for v in read), eqn.outvars
+        (out,) = eqn.outvars
+        branched = any(has_layer(out, v) for v in read)
         goes_on = not stream.keys().isdisjoint(read)
         if goes_on or (branched and out in continued):
             little = any(_is_little(jaxpr, eqn, v) for v in variables(eqn.invars))
@@ -81,6 +86,20 @@ def residual_additions(jaxpr: Any) -> dict[Any, int]:
         if stream.get(counted) and any(_bends(flow, eqn, found.whole) for eqn in _changes(flow, v, found.whole)):
             stream[counted] = _BENT
     return stream | dict.fromkeys(_products_alone(jaxpr), 1)
+
+
+def _through_matmuls(flow: Dataflow, states: Iterable[Any]) -> Callable[[Any, Any], bool]:
+    """Whether a value depends on one of the `states` through a matmul."""
+    bits = {v: 1 << i for i, v in enumerate(states)}
+    behind, through = dict(bits), dict[Any, int]()
+    for eqn in flow.eqns:
+        depends, multiplied = (
+            functools.reduce(operator.or_, (of.get(v, 0) for v in variables(eqn.invars)), 0) for of in (behind, through)
+        )
+        for v in eqn.outvars:
+            behind[v] = depends | bits.get(v, 0)
+            through[v] = depends if multiplies(eqn) else multiplied
+    return lambda v, state: bool(through[v] & bits.get(state, 0))
 
 
 def _changes(flow: Dataflow, v: Any, states: Mapping[Any, Any]) -> Iterator[Any]:
@@ -238,10 +257,12 @@ def _is_given(flow: Dataflow, v: Any, size: int, depth: int = 12) -> bool:
 @once_per_jaxpr
 def has_matmuls(jaxpr: Any) -> bool:
     """Whether a jaxpr, or a sub-jaxpr of it, has a matmul."""
-    return any(
-        primitive(eqn.primitive.name).op is Op.ALLOW or any(has_matmuls(sub.jaxpr) for sub in sub_jaxprs(eqn))
-        for eqn in jaxpr.eqns
-    )
+    return any(map(multiplies, jaxpr.eqns))
+
+
+def multiplies(eqn: Any) -> bool:
+    """Whether an equation is a matmul, or has one."""
+    return primitive(eqn.primitive.name).op is Op.ALLOW or any(has_matmuls(sub.jaxpr) for sub in sub_jaxprs(eqn))
 
 
 _GATES = 3  # A layer may well have a gate; an unrolled loop has more.

@@ -16,7 +16,7 @@ from jax import lax
 import mpjax
 from mpjax.casting.streams import additions_in_a_row, gated_additions, residual_additions
 from mpjax.program.graph import present
-from testing import measures
+from testing import by_hand, measures
 from testing.random_programs.evaluate import in_numpy
 from testing.sensitive import mean_errors, measured
 
@@ -506,3 +506,59 @@ def test_a_loop_without_matmuls_has_no_additions_of_a_stream():
         return lax.scan(lambda h, y: (jnp.logaddexp(h, h + y) * 0.5, None), x[0], x)[0]
 
     assert additions_in_a_row(jax.make_jaxpr(fun)(np.ones((40, 4, 8), np.float32))) == 0
+
+
+def moving(rate, new, old):
+    return rate * old + (1 - rate) * new
+
+
+def adam(p, g, m, v):
+    """Adds the update, as optax does."""
+    m, v = moving(0.9, g, m), moving(0.999, g * g, v)
+    return p + -0.01 * m / (jnp.sqrt(v) + 1e-12), m, v
+
+
+def adam_that_subtracts(p, g, m, v):
+    m, v = m + 0.1 * (g - m), v + 0.001 * (g * g - v)
+    return p - 0.01 * m / (jnp.sqrt(v) + 1e-12), m, v
+
+
+def adagrad(p, g, m, v):
+    v = v + g * g
+    return p - 0.01 * g * lax.rsqrt(v + 1e-14), m, v
+
+
+LOOPS = {
+    "scan": lambda step, state, batches: lax.scan(lambda state, x: (step(state, x), None), state, batches)[0],
+    "fori_loop": lambda step, state, batches: lax.fori_loop(0, 30, lambda i, state: step(state, batches[i]), state),
+    "unrolled": lambda step, state, batches: functools.reduce(step, batches[:8], state),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.filterwarnings("ignore:float16 is differentiated")
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("update", [adam, adam_that_subtracts, adagrad])
+def test_the_moments_of_an_optimizer_are_no_stream(update, loop):
+    """Read in half, squares of gradients became 0, and all parameters NaN after some steps in float16."""
+    rng = np.random.default_rng(0)
+    p, batches = np.float32(rng.normal(size=(8, 8)) / 3), np.float32(rng.normal(size=(30, 16, 8)))
+
+    def step(state, x):
+        p, m, v = state
+        g = jax.grad(lambda p: jnp.mean((x @ p) ** 2))(p) * 1e-3  # as if it were unscaled
+        return update(p, g, m, v)
+
+    def trained(p, batches):
+        return LOOPS[loop](step, (p, jnp.zeros_like(p), jnp.zeros_like(p)), batches)[0] - p
+
+    programs = (jax.make_jaxpr(fun)(p, batches) for fun in (trained, mpjax.autocast(trained, "mixed_float16")))
+    assert by_hand.ratio(*programs, (p, batches), jnp.dtype("float16"), draws=1) <= 1.5
+
+
+def test_moments_do_not_count_as_additions_of_a_stream():
+    def moments(p, m, v, x):
+        g = jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p)))(p)
+        return moving(0.9, g, m), moving(0.999, g * g, v)
+
+    assert not residual_additions(jax.make_jaxpr(moments)(*[np.ones((8, 8), np.float32)] * 4))
