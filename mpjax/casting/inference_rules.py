@@ -66,10 +66,11 @@ def _allow(inference: Inference, eqn: Any, listing: Listing) -> Step:
 def _deny(inference: Inference, eqn: Any, listing: Listing) -> Step:
     level = _activation(inference.level(eqn))
     step = inference.in_float32(eqn, listing, level, listing.why)
-    # The sum of an optimizer's moments has no half copy: no layer reads it.
-    if listing is STREAM_ADDITION and level == Level.FLOAT and inference.used(eqn) & Use.ANY_HALF:
+    if listing is STREAM_ADDITION and level == Level.FLOAT:
         normalized = eqn.outvars[0] in normalized_sums(inference.jaxpr)
-        step.outs = (NORMALIZED if normalized else STREAM,)
+        # The sums of an optimizer's moments have no half copies: no layer reads them.
+        copied = bool(inference.used(eqn) & Use.ANY_HALF)
+        step.outs = (NORMALIZED if normalized else STREAM._replace(copied=copied),)
     if listing is GATED and level == Level.FLOAT:
         step.outs = (Inferred(Level.FLOAT, FULL, gated=True),)
     if eqn.primitive is EXPONENTIALS:

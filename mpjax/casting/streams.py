@@ -30,7 +30,7 @@ from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow, dataflow, once_per_jaxpr, variables
 from mpjax.program.graph import sub_jaxprs
 from mpjax.program.primitives import Op, primitive
-from mpjax.program.source import BACKWARD, phase_of, scopes
+from mpjax.program.source import BACKWARD, REMATTED, phase_of, scopes
 
 # By name: a difference is a sum where gates decay it.
 
@@ -72,8 +72,8 @@ def residual_additions(jaxpr: Any) -> dict[Any, int]:
     stream: dict[Any, int] = {}
     has_layer = _through_matmuls(flow, {v for _, read in additions for v in read if readers[v] > 1})
     for eqn, read in additions:
-        (out,) = eqn.outvars
-        branched = any(has_layer(out, v) for v in read)
+        (out,), is_repetition = eqn.outvars, REMATTED in scopes(eqn)  # of an addition whose layer reads the first sum
+        branched = any(readers[v] > 1 and (is_repetition or has_layer(out, v)) for v in read)
         goes_on = not stream.keys().isdisjoint(read)
         if goes_on or (branched and out in continued):
             little = any(_is_little(jaxpr, eqn, v) for v in variables(eqn.invars))
