@@ -124,6 +124,7 @@ def with_regions(
         rounds: Whether half arithmetic rounds each of its results, those that stay in a region too.
     """
     stretches = _Stretches(steps, values, uses, results, packs, rounds)
+    updated = {v for v, storage in results if storage == FULL}
     formed: list[Any] = []
     run: list[Step] = []
     outputs: set[Any] = set()
@@ -156,7 +157,7 @@ def with_regions(
 
     for step in steps:
         read = [v for v, _ in step.all_reads]
-        belongs = _belongs(step)
+        belongs = _belongs(step) and not (updated.intersection(step.outvars) and _changes_copied(step, values))
         resume(read if waiting else (), belongs)
         if belongs:
             run.append(step)
@@ -220,6 +221,12 @@ def _belongs(step: Step) -> bool:
         return is_folded(step)
     # A sum of the residual stream reads float32, and not the half copies that a region would keep.
     return step.listing.op is not Op.OPAQUE and step.listing is not STREAM_ADDITION and is_cheap(step.eqn)
+
+
+def _changes_copied(step: Step, values: Mapping[Any, Inferred]) -> bool:
+    """Whether a step adds to a value that has a half copy, or takes from it; a region would read the half copy."""
+    read = [v for v in variables(step.eqn.invars) if v in values]
+    return primitive(step.eqn.primitive.name).adds and any(values[v].copied for v in read)
 
 
 class _Stretches:
