@@ -124,7 +124,6 @@ def with_regions(
         rounds: Whether half arithmetic rounds each of its results, those that stay in a region too.
     """
     stretches = _Stretches(steps, values, uses, results, packs, rounds)
-    updated = {v for v, storage in results if storage == FULL}
     formed: list[Any] = []
     run: list[Step] = []
     outputs: set[Any] = set()
@@ -157,7 +156,7 @@ def with_regions(
 
     for step in steps:
         read = [v for v, _ in step.all_reads]
-        belongs = _belongs(step) and not (updated.intersection(step.outvars) and _changes_copied(step, values))
+        belongs = _belongs(step)
         resume(read if waiting else (), belongs)
         if belongs:
             run.append(step)
@@ -223,12 +222,6 @@ def _belongs(step: Step) -> bool:
     return step.listing.op is not Op.OPAQUE and step.listing is not STREAM_ADDITION and is_cheap(step.eqn)
 
 
-def _changes_copied(step: Step, values: Mapping[Any, Inferred]) -> bool:
-    """Whether a step adds to a value that has a half copy, or takes from it; a region would read the half copy."""
-    read = [v for v in variables(step.eqn.invars) if v in values]
-    return primitive(step.eqn.primitive.name).adds and any(values[v].copied for v in read)
-
-
 class _Stretches:
     """Finds the regions in a plan's runs of cheap steps. Holds the readers and sizes of the plan's values."""
 
@@ -246,6 +239,8 @@ class _Stretches:
         self._sizes: dict[Read, int] = {}
         self.readers: dict[Read, list[int]] = {}
         self.stored: set[Read] = set()  # by a matmul, whatever the regions
+        # The shapes of what the program returns in float32, as a loop does its next state.
+        self.returned = {v: v.aval.shape for v, storage in results if storage == FULL and compat.is_shaped(v.aval)}
         for step in steps:
             for read in step.all_reads:
                 self.readers.setdefault(read, []).append(id(step))
@@ -306,7 +301,9 @@ class _Stretches:
         chain = self._end_of_chain(run, most)
         end = max(chain, self._end_of_chain(run, last))
         window = Window(self, run, saved, first, end)
-        ins, outs = tuple(window.ins.items()), _outs(results, first, end)
+        outs = _outs(results, first, end)
+        updated = {self.returned[v] for v, _ in outs if v in self.returned}
+        ins = tuple((v, FULL if self._is_copied(v, updated) else storage) for v, storage in window.ins.items())
         without = sum(map(self._size_unpacked, {read for reads in saved for read in reads}))
         if not outs or without < window.bytes + (chain == most):  # As many bytes pay if a chain is rounded once.
             return None
@@ -324,6 +321,10 @@ class _Stretches:
         except TypeError:  # a parameter without a hash
             region.model = region
         return [*self._sums(run[:first]), region, *self._sums(run[end + 1 :])]
+
+    def _is_copied(self, v: Any, shapes: Set[tuple[int, ...]]) -> bool:
+        """Whether a value of one of the shapes has a half copy: a state of one is not updated by its half copy."""
+        return v in self.values and self.values[v].copied and v.aval.shape in shapes
 
     def _end_of_chain(self, run: Sequence[Step], last: int) -> int:
         """The end of a region, after offsets and factors of its last result that nothing else reads."""

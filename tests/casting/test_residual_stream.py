@@ -564,10 +564,19 @@ def test_moments_do_not_count_as_additions_of_a_stream():
     assert not residual_additions(jax.make_jaxpr(moments)(*[np.ones((8, 8), np.float32)] * 4))
 
 
+CHANGES = {
+    "subtracted": lambda p, u: p - u,
+    "in a jit": jax.jit(lambda p, u: p - u),
+    "if finite": lambda p, u: jnp.where(jnp.isfinite(u).all(), p - u, p),
+    "and decayed": lambda p, u: (p - u) * 0.9999,
+    "and clipped": lambda p, u: jnp.clip(p - u, -3, 3),
+}
+
+
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("half", ["bfloat16", "float16"])
-def test_params_that_a_loop_updates_are_not_changed_in_half(half):
-    """`p - update` read the half copy that the layers of a residual network read: 1,200 times by hand in bfloat16."""
+@pytest.mark.parametrize("change", CHANGES)
+def test_params_that_a_loop_updates_are_not_changed_in_half(change):
+    """`p - update` read the half copy that the layers of a residual network read: 990 times by hand."""
     rng = np.random.default_rng(0)
     p, batches = np.float32(rng.normal(size=(8, 8)) / 3), np.float32(rng.normal(size=(30, 16, 8)))
 
@@ -581,10 +590,10 @@ def test_params_that_a_loop_updates_are_not_changed_in_half(half):
         g = jax.grad(loss)(p, x) * 1e-3
         v = 0.9 * v + 0.1 * g * g
         update = jnp.sqrt(s + 1e-6) * lax.rsqrt(v + 1e-6) * g
-        return (p - update, v, 0.9 * s + 0.1 * update * update), None
+        return (CHANGES[change](p, update), v, 0.9 * s + 0.1 * update * update), None
 
     def trained(p, batches):
         return lax.scan(adadelta, (p, jnp.zeros_like(p), jnp.zeros_like(p)), batches)[0][0] - p
 
-    programs = (jax.make_jaxpr(fun)(p, batches) for fun in (trained, mpjax.autocast(trained, f"mixed_{half}")))
-    assert by_hand.ratio(*programs, (p, batches), jnp.dtype(half), draws=1) <= 1.5
+    programs = (jax.make_jaxpr(fun)(p, batches) for fun in (trained, mpjax.autocast(trained, "mixed_bfloat16")))
+    assert by_hand.ratio(*programs, (p, batches), jnp.dtype("bfloat16"), draws=1) <= 1.5
