@@ -323,7 +323,10 @@ class _Stretches:
         return [*self._sums(run[:first]), region, *self._sums(run[end + 1 :])]
 
     def _is_copied(self, v: Any, shapes: Set[tuple[int, ...]]) -> bool:
-        """Whether a value of one of the shapes has a half copy: a state of one is not updated by its half copy."""
+        """Whether a value of one of the shapes has a half copy: the next state must not follow from that.
+
+        The shape decides, so that a returned norm of a stream keeps float32 too, which costs memory alone.
+        """
         return v in self.values and self.values[v].copied and v.aval.shape in shapes
 
     def _end_of_chain(self, run: Sequence[Step], last: int) -> int:

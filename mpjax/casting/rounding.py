@@ -26,12 +26,8 @@ class AsTraced(NamedTuple):
 
 def is_folded(step: Step) -> bool:
     """Whether a call may be part of a region."""
-    folded = _has_rule(step) or all(plan.setting.folded for plan in step.plans)
-    return folded and primitive(step.eqn.primitive.name).call and is_cheap(step.eqn)
-
-
-def _has_rule(step: Step) -> bool:
-    return primitive(step.eqn.primitive.name).rule
+    row = primitive(step.eqn.primitive.name)
+    return row.call and (row.rule or all(plan.setting.folded for plan in step.plans)) and is_cheap(step.eqn)
 
 
 def without_rounding(steps: Sequence[Step], inside: Set[Any], ends_round: bool = False) -> list[Step]:
@@ -60,10 +56,10 @@ def without_rounding(steps: Sequence[Step], inside: Set[Any], ends_round: bool =
 
 
 def is_rounding(step: Step) -> bool:
-    """Whether a step computes element by element, in the dtype of its operands, and rounds one or its result."""
-    no_result = step.action is Action.ENTER or primitive(step.eqn.primitive.name).compares
-    of_call = (storage for _, storage in step.all_reads) if no_result else ()
-    return is_arithmetic(step) and (step.half or HALF in (*of_call, *(storage_of(x) for x in step.outs)))
+    """Whether a step is arithmetic (as below), and rounds an operand or its result."""
+    reads_half = step.action is Action.ENTER or primitive(step.eqn.primitive.name).compares
+    read = (storage for _, storage in step.all_reads) if reads_half else ()
+    return is_arithmetic(step) and (step.half or HALF in (*read, *(storage_of(x) for x in step.outs)))
 
 
 def is_arithmetic(step: Step) -> bool:
@@ -102,6 +98,7 @@ def adds(step: Step) -> bool:
 
 
 def _in_float32(step: Step, rounds_result: bool = False) -> Step:
+    """A step in float32, whose result stays so, or is rounded."""
     plans = (dataclasses.replace(plan, eqns=[*map(_in_float32, plan.eqns)]) for plan in step.plans)
     return dataclasses.replace(
         step,

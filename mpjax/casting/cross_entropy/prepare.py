@@ -123,11 +123,9 @@ def _operands(path: Path, spliced: Callable[..., Any]) -> tuple[list[Any], tuple
 
 def _value(rows: Sequence[int], heads: Heads, count: int, eqn: Any, result: Callable[..., Any], *arrays: Any) -> Any:
     """The result of an equation that reads logits, from their statistics and the values of rows that it takes."""
-    out, aval = (
-        result(heads.of_results(arrays[:count]), *(y.reshape(rows) for y in arrays[count:])),
-        eqn.outvars[0].aval,
-    )
-    name, out = eqn.primitive.name, out.astype(aval.dtype)
+    out = result(heads.of_results(arrays[:count]), *(y.reshape(rows) for y in arrays[count:]))
+    name, aval = eqn.primitive.name, eqn.outvars[0].aval
+    out = out.astype(aval.dtype)
     if name in _REDUCTIONS and (rows := eqn.params["axes"][:-1]):
         out = _REDUCTIONS[name](out, rows)
     return out.reshape(aval.shape)
