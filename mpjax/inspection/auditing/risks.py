@@ -39,7 +39,9 @@ class Risk:
         kind: `"unscaled"`: a float16 backward pass without loss scaling, or a loss scale that no gradient uses;
             `"clipped"`: gradients are compared with a bound before they are divided by the loss scale;
             `"divided"`: gradients are divided by the loss scale a second time;
-            `"unchecked"`: inf or NaN of float16 gradients is replaced, and no check for finite values sees it;
+            `"scaled"`: a loss is multiplied by the loss scale twice, or gradients are applied that were not divided;
+            `"unchecked"`: inf or NaN of float16 gradients is replaced, and no check for finite values sees it, or there
+            is no check, or the loss scale that it changes is not returned;
             `"exp"`, `"log"`, `"pow"`, `"sum"`, `"softmax"`, `"loss"`: computed in half;
             `"wraps"`: a sum, difference or matmul of integers of 8 or 16 bits whose result has as few;
             `"overflow"`: a finite constant (an additive mask) becomes infinite in half;

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 
+import jax
 import numpy as np
 
 from mpjax.program.dtypes import is_float
@@ -20,8 +22,8 @@ _LARGEST = 0.25  # of the loss scale: a greater constant may be a bound that was
 
 
 def scaling_risks(flow: Flow) -> Iterator[tuple[str, Site]]:
-    """The kinds and the places of risks: gradients that are unscaled, or clipped before they are divided, or divided
-    twice, or whose inf and NaN are hidden.
+    """The kinds and the places of risks: gradients that are unscaled, or scaled twice, clipped before they are divided,
+    divided twice, applied without the division, or whose inf and NaN are hidden or change no loss scale.
     """
     factors, first = list[_Scaled](), set[Value]()
     for node in _starts(flow):
@@ -40,7 +42,11 @@ def scaling_risks(flow: Flow) -> Iterator[tuple[str, Site]]:
     yield from (("unchecked", site) for site in _unchecked(flow, any(factor.may_be_scale for factor in factors)))
     for factor in factors:
         yield from (("clipped", site) for site in factor.clips())
-        yield from (("divided", site) for site in factor.divided_again())
+    wrong = [factor.misapplied() for factor in factors]
+    for found in wrong:  # One of several factors is the loss scale.
+        for place, (kind, site) in found.items():
+            if kind != "scaled" or site.phase == BACKWARD or all(place in other for other in wrong):
+                yield kind, site
 
 
 def _starts(flow: Flow) -> Iterator[Node]:
@@ -65,7 +71,7 @@ class _Scaled:
     """
 
     def __init__(self, flow: Flow, start: Value, factor: Value):
-        self.flow, self.factor, self.values = flow, factor, {start}
+        self.flow, self.start, self.factor, self.values = flow, start, factor, {start}
         self.divisions: dict[Value, Value] = {}  # the dividend, by the quotient
         for node in (*flow.eqns, *flow.eqns):  # a loop comes before the equations of its body
             if self._scaled_reads(node):
@@ -88,18 +94,47 @@ class _Scaled:
             if node.site.phase != BACKWARD and self._is_bounded(node):
                 yield node.site
 
-    def divided_again(self) -> Iterable[Site]:
-        """The divisions by the factor of what was divided by it."""
-        true, found = set(self.divisions), dict[int, Site]()
+    def misapplied(self) -> dict[int, tuple[str, Site]]:
+        """Where gradients are divided by the factor again, and of those in half: multiplied by it again, applied with
+        it, or applied although nothing tests them for inf and NaN, or no result tells of the test.
+        """
+        in_half = any(v.aval.dtype == np.float16 for v in self.values)
+        is_given = in_half and self.factor.kind != CONSTANT and self.flow.maker(self.factor) is None
+        powers, found = {self.start: 1}, dict[int, tuple[str, Site]]()
         for node in (*self.flow.eqns, *self.flow.eqns):  # a conditional comes before the equations of its branches
-            for branch in node.inner if node.site.name == "cond" else ():
-                true.update(v for v, end in zip(node.writes, branch.outputs, strict=True) if end in true)
-            if not true.isdisjoint(node.reads):
-                if self._divided(node) in true:
-                    found[id(node)] = node.site
-                elif repeats(node) or primitive(node.site.name).scales or node.site.name in ("select_n", "max", "min"):
-                    true.update(node.writes)
-        return found.values()
+            for inner in node.inner:
+                powers |= {v: powers[end] for v, end in zip(node.writes, inner.outputs, strict=False) if end in powers}
+            given = [v for v in node.reads if v in powers]
+            row, power, kind = primitive(node.site.name), max((powers[v] for v in given), default=0), ""
+            if self._divided(node) in given:
+                power, kind = power - 1, "" if power else "divided"
+            elif is_given and node.site.name == "mul" and any(self._is_factor(v) for v in node.reads if v not in given):
+                power, kind = power + 1, "scaled" if power else ""
+            elif is_given and self._is_applied(node, given):
+                kind = "scaled" if power else "" if self._is_checked else "unchecked"
+            found |= {id(node): (kind, node.site)} if kind and given else {}
+            keeps = repeats(node) or row.adds or row.communicates or node.site.name in ("select_n", "max", "min")
+            scales = row.scales and (power < 1 or len(self._scaled_reads(node)) < 2)
+            if given and kind != "divided" and (keeps or scales or (node.site.phase == BACKWARD and not node.inner)):
+                powers |= dict.fromkeys(node.writes, power)
+        return found
+
+    def _is_applied(self, node: Node, gradients: list[Value]) -> bool:
+        """Whether an equation adds gradients to what they are gradients of."""
+        others = [self.flow.source(v, repeats) for v in node.reads if v not in gradients]
+        starts = [v for v in others if v.kind != CONSTANT and self.flow.maker(v) is None]
+        is_sum = primitive(node.site.name).adds and node.site.phase != BACKWARD
+        return is_sum and any(self.flow.depends(gradients, v) for v in starts)
+
+    @functools.cached_property
+    def _is_checked(self) -> bool:
+        """Whether a test for inf and NaN changes a scalar result, where it changes the factor."""
+        tests = [node.writes[0] for node in self.flow.eqns if _is_test(node)]
+        of_tests = set[Value]().union(*map(self.flow.after, tests))
+        scalars = {v for v in of_tests & self.flow.after(self.factor) if not v.aval.shape and is_float(v)}
+        loops = (node for node in self.flow.eqns if primitive(node.site.name).loop)
+        ends = {*self.flow.outputs, *(v for loop in loops for inner in loop.inner for v in inner.outputs)}
+        return bool(tests) and (not scalars or any(not v.aval.shape for v in of_tests & ends))
 
     def _scaled_reads(self, node: Node) -> list[Value]:
         """The scaled values that an equation reads, or that the body of a loop returns."""
@@ -117,9 +152,11 @@ class _Scaled:
     def _is_factor(self, value: Value, inverse: bool = False) -> bool:
         """Whether a value is the factor, or one over it."""
         value = self.flow.source(value, repeats)
+        node = self.flow.maker(value)
         if inverse and value.constant is None:
-            node = self.flow.maker(value)
             return node is not None and node.site.name == "div" and self._is_factor(node.reads[1])
+        if value is not self.factor and node is not None and node.site.name == "mul":  # by a number of batches
+            return any(map(self._is_factor, node.reads))
         if value.constant is None or self.factor.constant is None:
             return value is self.factor
         found, factor = (np.asarray(v.constant, np.float64) for v in (value, self.factor))
@@ -221,16 +258,18 @@ def _booleans(node: Node) -> Iterable[Value]:
     return (read for read in node.reads if read.aval.dtype == np.bool_)
 
 
+def _is_test(node: Node) -> bool:
+    """Whether an equation tells which elements are NaN, infinite, or finite."""
+    constants = [c for v in node.reads if (c := v.constant) is not None and not isinstance(c, jax.Array)]
+    compares = primitive(node.site.name).compares and len(node.reads) == 2
+    with_itself = compares and node.reads[0] is node.reads[1]
+    with_nonfinite = compares and any(not np.isfinite(np.asarray(c, np.float32)).all() for c in constants)
+    return node.site.name == "is_finite" or with_itself or with_nonfinite
+
+
 def _tests_gradients(flow: Flow, mask: Value) -> bool:
     """Whether a mask follows from which elements of gradients are NaN, infinite, or finite."""
 
-    def is_test(node: Node) -> bool:
-        constants = [v.constant for v in node.reads if v.constant is not None]
-        compares = primitive(node.site.name).compares and len(node.reads) == 2
-        with_itself = compares and node.reads[0] is node.reads[1]
-        with_nonfinite = compares and any(not np.isfinite(np.asarray(c, np.float32)).all() for c in constants)
-        return node.site.name == "is_finite" or with_itself or with_nonfinite
-
-    tests = filter(is_test, flow.made_by([mask], lambda node: () if is_test(node) else _booleans(node)))
+    tests = filter(_is_test, flow.made_by([mask], lambda node: () if _is_test(node) else _booleans(node)))
     tested = (read for node in tests for read in node.reads)
     return any(_is_gradient(flow, flow.source(read, lambda node: node.site.name == "abs")) for read in tested)

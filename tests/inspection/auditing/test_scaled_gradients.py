@@ -1,4 +1,4 @@
-"""`audit` follows the loss scale: float16 gradients without one, clipped before the division by it, divided twice."""
+"""`audit` follows the loss scale: gradients without it, with it where they are clipped or applied, divided twice."""
 
 import jax
 import jax.numpy as jnp
@@ -162,3 +162,97 @@ def test_a_division_in_a_branch_is_followed(form, first):
         args = PARAMS, X, np.float32(FIXED)
         assert bool(lines_of("divided", lambda *args, again=again: step(*args, again), *args)) is again
     assert not clips(lambda *args: step(*args, False), PARAMS, X, np.float32(FIXED))
+
+
+def finite(grads):
+    return jnp.all(jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]))
+
+
+TX = mpjax.dynamic_loss_scale(optax.sgd(0.1))
+STATE = TX.init(PARAMS)
+XS = np.stack([X, X])
+
+
+def applied(params, grads):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def never_divided(params, scale, x):
+    return applied(params, gradients(params, x, scale))
+
+
+def accumulated_and_not_divided(params, scale, xs):
+    add = lambda total, x: (jax.tree.map(jnp.add, total, gradients(params, x, scale)), None)
+    total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), xs)
+    return applied(params, times(total, 1 / len(xs)))
+
+
+def scaled_twice(params, state, x):
+    grads = mpjax.grad(lambda params: loss_fn(params, x) * state.loss_scale, state)(params)
+    return TX.update(grads, state, params)
+
+
+def divided_by_batches(params, scale, xs):
+    add = lambda total, x: (jax.tree.map(jnp.add, total, gradients(params, x, scale)), None)
+    total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), xs)
+    is_finite = finite(total)
+    new = applied(params, over(total, scale * len(xs)))
+    return jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new, params), is_finite
+
+
+def weighted(params, state, weight, x):
+    grads = mpjax.grad(lambda params: loss_fn(params, x) * weight, state)(params)
+    updates, state = TX.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def accumulated_for_later(params, scale, total, x):
+    return jax.tree.map(jnp.add, total, gradients(params, x, scale))
+
+
+@pytest.mark.parametrize(
+    ("step", "args"),
+    [
+        (never_divided, (np.float32(FIXED), X)),
+        (accumulated_and_not_divided, (np.float32(FIXED), XS)),
+        (scaled_twice, (STATE, X)),
+    ],
+)
+def test_gradients_that_are_applied_with_the_loss_scale_are_a_risk(step, args):
+    assert len(lines_of("scaled", step, PARAMS, *args)) == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "args"),
+    [
+        (divided_by_batches, (np.float32(FIXED), XS)),
+        (weighted, (STATE, np.float32(2), X)),
+        (accumulated_for_later, (np.float32(FIXED), PARAMS, X)),
+    ],
+)
+def test_gradients_that_are_divided_before_they_are_applied_are_none(step, args):
+    assert not mpjax.audit(step, PARAMS, *args).risks
+
+
+def without_a_test(params, state, x):
+    return applied(params, mpjax.grad(loss_fn, state)(params, x)), state
+
+
+def without_the_new_state(params, state, x):
+    updates, _ = TX.update(mpjax.grad(loss_fn, state)(params, x), state, params)
+    return optax.apply_updates(params, updates)
+
+
+def in_a_loop(params, state, x):
+    def body(carry):
+        count, params, state = carry
+        updates, state = TX.update(mpjax.grad(loss_fn, state)(params, x), state, params)
+        return count + 1, optax.apply_updates(params, updates), state
+
+    return jax.lax.while_loop(lambda carry: carry[0] < 3, body, (0, params, state))
+
+
+@pytest.mark.parametrize(("step", "expected"), [(without_a_test, 1), (without_the_new_state, 1), (in_a_loop, 0)])
+def test_a_loss_scale_that_no_overflow_changes_is_a_risk(step, expected):
+    assert len(lines_of("unchecked", step, PARAMS, STATE, X)) == expected
+    assert len(mpjax.audit(step, PARAMS, STATE, X).risks) == expected
