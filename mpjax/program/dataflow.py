@@ -115,9 +115,9 @@ class Dataflow:
         needed = {id(self.maker(v)) for v in self.reached(ends, start) if v is not start}
         return [eqn for eqn in self.eqns if id(eqn) in needed]
 
-    def after(self, start: Any) -> set[Any]:
-        """The values that depend on a value, with it."""
-        after = {start}
+    def after(self, *starts: Any) -> set[Any]:
+        """The values that depend on some values, with these."""
+        after = set(starts)
         for eqn in self.eqns:
             if not after.isdisjoint(variables(eqn.invars)):
                 after.update(eqn.outvars)

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpjax.inspection.auditing.amplified import SUMS, Amplified, Facts, amplified, ends_of, exact_up_to, terms_of
 from mpjax.inspection.auditing.constants import Lost, lost_constants, rounded, rounded_text
-from mpjax.inspection.auditing.scaled_gradients import repeats, scaling_risks
+from mpjax.inspection.auditing.scaled_gradients import is_gradient, repeats, scaling_risks
 from mpjax.inspection.reports import by_key
 from mpjax.program import compat
 from mpjax.program.dtypes import is_float, is_half
@@ -349,10 +349,11 @@ def _accumulators(flow: Flow, known: Callable[[Value], Facts]) -> Iterator[Risky
     for value in filter(is_half, flow.outputs):
         node, dtype = flow.maker(flow.source(value, repeats)), value.aval.dtype
         terms = [flow.source(v, repeats) for v in node.reads] if node is not None else []
-        makers = [maker for v in terms if (maker := flow.maker(v)) is not None]
-        of_gradients = any(maker.site.phase == BACKWARD for maker in makers)
-        reads_input = any(v.kind == INPUT and is_half(v) for v in terms)
-        is_added = node is not None and primitive(node.site.name).adds and reads_input
+        starts = [v for v in terms if v.kind == INPUT and is_half(v)]
+        is_added = node is not None and primitive(node.site.name).adds and bool(starts)
+        # Gradients of what they are added to update it.
+        others = (v for v in terms if not any(flow.depends([v], start) for start in starts))
+        of_gradients = any(is_gradient(flow, v) for v in others)
         if is_added and (of_gradients or _is_reduction(flow, terms) or _is_running_mean(flow, terms)):
             yield "accumulator", node.site, dtype.name, _summed("calls", dtype)
         elif node is not None and _counts(flow, node):

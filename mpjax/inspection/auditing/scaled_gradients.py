@@ -40,13 +40,11 @@ def scaling_risks(flow: Flow) -> Iterator[tuple[str, Site]]:
     # that is scaled may have a gradient inside that is not.
     yield from (("unscaled", each.site) for each in marks or (matmuls or halves)[: not scaled])
     yield from (("unchecked", site) for site in _unchecked(flow, any(factor.may_be_scale for factor in factors)))
-    for factor in factors:
-        yield from (("clipped", site) for site in factor.clips())
     wrong = [factor.misapplied() for factor in factors]
-    for found in wrong:  # One of several factors is the loss scale.
-        for place, (kind, site) in found.items():
-            if kind != "scaled" or site.phase == BACKWARD or all(place in other for other in wrong):
-                yield kind, site
+    for place, (kind, site) in (pair for found in wrong for pair in found.items()):
+        # One of several factors is the loss scale.
+        if kind != "scaled" or site.phase == BACKWARD or all(place in other for other in wrong):
+            yield kind, site
 
 
 def _starts(flow: Flow) -> Iterator[Node]:
@@ -67,40 +65,37 @@ class _Scaled:
 
     Attributes:
         values: Those values; not what a division by the factor makes of them.
-        divisions: The divisions by the factor.
     """
 
     def __init__(self, flow: Flow, start: Value, factor: Value):
         self.flow, self.start, self.factor, self.values = flow, start, factor, {start}
-        self.divisions: dict[Value, Value] = {}  # the dividend, by the quotient
         for node in (*flow.eqns, *flow.eqns):  # a loop comes before the equations of its body
             if self._scaled_reads(node):
-                dividend = self._divided(node)
-                self.divisions |= {} if dividend is None else {node.writes[0]: dividend}
-                self.values.update(node.writes if dividend is None else ())
+                self.values.update(node.writes if self._divided(node) is None else ())
 
     @property
     def may_be_scale(self) -> bool:
         """Whether the factor may be a loss scale: no weight of a loss that is a small constant."""
         return self.factor.constant is None or bool(np.all(np.abs(self.factor.constant) > 2))
 
-    def clips(self) -> Iterator[Site]:
+    def _clips(self) -> Iterator[Node]:
         """The bounds of scaled values that reach a division by the factor."""
 
         def through(node: Node) -> Iterable[Value]:
             return [] if node.site.phase == BACKWARD and not node.inner else self._scaled_reads(node)
 
-        for node in self.flow.made_by(self.divisions.values(), through):
+        dividends = [v for node in self.flow.eqns if (v := self._divided(node)) is not None and v in self.values]
+        for node in self.flow.made_by(dividends, through):
             if node.site.phase != BACKWARD and self._is_bounded(node):
-                yield node.site
+                yield node
 
     def misapplied(self) -> dict[int, tuple[str, Site]]:
-        """Where gradients are divided by the factor again, and of those in half: multiplied by it again, applied with
-        it, or applied although nothing tests them for inf and NaN, or no result tells of the test.
+        """Where gradients are clipped with the factor, or divided by it again. And of those in half: multiplied by it
+        again, applied with it, or applied although nothing tests them for inf and NaN, or no result tells of the test.
         """
         in_half = any(v.aval.dtype == np.float16 for v in self.values)
         is_given = in_half and self.factor.kind != CONSTANT and self.flow.maker(self.factor) is None
-        powers, found = {self.start: 1}, dict[int, tuple[str, Site]]()
+        powers, found = {self.start: 1}, {id(node): ("clipped", node.site) for node in self._clips()}
         for node in (*self.flow.eqns, *self.flow.eqns):  # a conditional comes before the equations of its branches
             for inner in node.inner:
                 powers |= {v: powers[end] for v, end in zip(node.writes, inner.outputs, strict=False) if end in powers}
@@ -110,7 +105,7 @@ class _Scaled:
                 power, kind = power - 1, "" if power else "divided"
             elif is_given and node.site.name == "mul" and any(self._is_factor(v) for v in node.reads if v not in given):
                 power, kind = power + 1, "scaled" if power else ""
-            elif is_given and self._is_applied(node, given):
+            elif is_given and row.adds and node.site.phase != BACKWARD and self._is_applied(node, given):
                 kind = "scaled" if power else "" if self._is_checked else "unchecked"
             found |= {id(node): (kind, node.site)} if kind and given else {}
             keeps = repeats(node) or row.adds or row.communicates or node.site.name in ("select_n", "max", "min")
@@ -120,21 +115,20 @@ class _Scaled:
         return found
 
     def _is_applied(self, node: Node, gradients: list[Value]) -> bool:
-        """Whether an equation adds gradients to what they are gradients of."""
-        others = [self.flow.source(v, repeats) for v in node.reads if v not in gradients]
-        starts = [v for v in others if v.kind != CONSTANT and self.flow.maker(v) is None]
-        is_sum = primitive(node.site.name).adds and node.site.phase != BACKWARD
-        return is_sum and any(self.flow.depends(gradients, v) for v in starts)
+        """Whether an equation adds gradients to an argument or a carry that was read before they were computed."""
+        place, starts = self.flow.place, [self.flow.source(v, repeats) for v in node.reads if v not in gradients]
+        first = place(self.flow.maker(self.start))
+        read = (each for v in starts if self.flow.maker(v) is None for each in self.flow.readers.get(v, ()))
+        return any(place(each) < first for each in read)
 
     @functools.cached_property
     def _is_checked(self) -> bool:
         """Whether a test for inf and NaN changes a scalar result, where it changes the factor."""
-        tests = [node.writes[0] for node in self.flow.eqns if _is_test(node)]
-        of_tests = set[Value]().union(*map(self.flow.after, tests))
+        of_tests = self.flow.after(*(node.writes[0] for node in self.flow.eqns if _is_test(node)))
         scalars = {v for v in of_tests & self.flow.after(self.factor) if not v.aval.shape and is_float(v)}
         loops = (node for node in self.flow.eqns if primitive(node.site.name).loop)
         ends = {*self.flow.outputs, *(v for loop in loops for inner in loop.inner for v in inner.outputs)}
-        return bool(tests) and (not scalars or any(not v.aval.shape for v in of_tests & ends))
+        return bool(of_tests) and (not scalars or any(not v.aval.shape for v in of_tests & ends))
 
     def _scaled_reads(self, node: Node) -> list[Value]:
         """The scaled values that an equation reads, or that the body of a loop returns."""
@@ -142,12 +136,9 @@ class _Scaled:
 
     def _divided(self, node: Node) -> Value | None:
         """What an equation divides by the factor; None if it does not."""
-        reads = node.reads
-        if node.site.phase != BACKWARD and node.site.name == "div" and self._is_factor(reads[1]):
-            return reads[0]
-        if node.site.phase != BACKWARD and node.site.name == "mul":
-            return next((v for v, by in zip(reads, reads[::-1], strict=True) if self._is_factor(by, True)), None)
-        return None
+        name, reads = node.site.name, node.reads
+        pairs = {"div": (reads,), "mul": (reads, reads[::-1])}.get(name, ()) if node.site.phase != BACKWARD else ()
+        return next((v for v, by in pairs if self._is_factor(by, name == "mul")), None)
 
     def _is_factor(self, value: Value, inverse: bool = False) -> bool:
         """Whether a value is the factor, or one over it."""
@@ -155,8 +146,8 @@ class _Scaled:
         node = self.flow.maker(value)
         if inverse and value.constant is None:
             return node is not None and node.site.name == "div" and self._is_factor(node.reads[1])
-        if value is not self.factor and node is not None and node.site.name == "mul":  # by a number of batches
-            return any(map(self._is_factor, node.reads))
+        if value is not self.factor and node is not None and node.site.name == "mul" and not value.aval.shape:
+            return any(map(self._is_factor, {*node.reads}))  # times a number of batches
         if value.constant is None or self.factor.constant is None:
             return value is self.factor
         found, factor = (np.asarray(v.constant, np.float64) for v in (value, self.factor))
@@ -215,15 +206,15 @@ def _replaces(flow: Flow, node: Node) -> bool:
     if not node.writes or not is_float(node.writes[0]):
         return False
     if name == "select_n":
-        chosen = any(_is_constant(flow, v) for v in reads[1:]) and any(_is_gradient(flow, v) for v in reads[1:])
+        chosen = any(_is_constant(flow, v) for v in reads[1:]) and any(is_gradient(flow, v) for v in reads[1:])
         return chosen and _tests_gradients(flow, reads[0])
     if name == "clamp":
-        return _is_gradient(flow, reads[1])
+        return is_gradient(flow, reads[1])
     inner = _bounded(flow, node)
     other = flow.maker(inner) if inner is not None else None
     beyond = _bounded(flow, other) if other is not None and _BOUNDS.get(name) == other.site.name else None
     # A bound of a scalar, such as a norm, is no clipping of elements.
-    return beyond is not None and bool(node.writes[0].aval.shape) and _is_gradient(flow, beyond)
+    return beyond is not None and bool(node.writes[0].aval.shape) and is_gradient(flow, beyond)
 
 
 def _bounded(flow: Flow, node: Node) -> Value | None:
@@ -243,7 +234,7 @@ def repeats(node: Node) -> bool:
     return row.moves or row.whole
 
 
-def _is_gradient(flow: Flow, value: Value) -> bool:
+def is_gradient(flow: Flow, value: Value) -> bool:
     """Whether a value is a gradient, up to scaling, sums, casts and replaced elements."""
 
     def through(node: Node) -> Iterable[Value]:
@@ -260,11 +251,10 @@ def _booleans(node: Node) -> Iterable[Value]:
 
 def _is_test(node: Node) -> bool:
     """Whether an equation tells which elements are NaN, infinite, or finite."""
-    constants = [c for v in node.reads if (c := v.constant) is not None and not isinstance(c, jax.Array)]
-    compares = primitive(node.site.name).compares and len(node.reads) == 2
-    with_itself = compares and node.reads[0] is node.reads[1]
-    with_nonfinite = compares and any(not np.isfinite(np.asarray(c, np.float32)).all() for c in constants)
-    return node.site.name == "is_finite" or with_itself or with_nonfinite
+    numbers = [c for v in node.reads if (c := v.constant) is not None and not isinstance(c, jax.Array)]
+    with_itself, compares = len({*node.reads}) < len(node.reads), primitive(node.site.name).compares
+    is_test = compares and (with_itself or not all(np.isfinite(number).all() for number in numbers))
+    return is_test or node.site.name == "is_finite"
 
 
 def _tests_gradients(flow: Flow, mask: Value) -> bool:
@@ -272,4 +262,4 @@ def _tests_gradients(flow: Flow, mask: Value) -> bool:
 
     tests = filter(_is_test, flow.made_by([mask], lambda node: () if _is_test(node) else _booleans(node)))
     tested = (read for node in tests for read in node.reads)
-    return any(_is_gradient(flow, flow.source(read, lambda node: node.site.name == "abs")) for read in tested)
+    return any(is_gradient(flow, flow.source(read, lambda node: node.site.name == "abs")) for read in tested)

@@ -273,6 +273,11 @@ FAULTS = {
     "difference of samples": (lambda x, a: (x @ x, jnp.diff(a) / 2**15), (X, shape(9, dtype=jnp.int16)), ["wraps"]),
     "rounded ids": (lambda t, i: t[i.astype(F16).astype(jnp.int32)] @ t.T, (TABLE, IDS), ["ids"]),
     "compared ids": (lambda x, i: (x @ x) * (i.astype(F16) == 3).astype(F16), (X, IDS), ["ids"]),
+    "accumulated gradients": (
+        lambda x, w, total: (x @ x, total + (jax.grad(lambda w: jnp.sum(jnp.sin(w)) * 8.0)(w) / 8).astype(F16)),
+        (X, shape(9, dtype=F32), shape(9)),
+        ["accumulator"],
+    ),
     "positions": (lambda x: (x @ x) * jnp.arange(4096).astype(F16)[:256], (X,), ["ids"]),
     "positions of half": (lambda x: (x @ x) * jnp.arange(4096, dtype=F16)[:256], (X,), ["ids"]),
     "positions of a cumulative sum": (
