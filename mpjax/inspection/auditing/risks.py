@@ -96,8 +96,12 @@ RiskySite = tuple[str, Site, str, str]  # kind, site, dtype, why
 
 def _operations(flow: Flow, amplified: set[tuple[str, str]], known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
     """Half operations that need float32. Those of a softmax are reported as one; logarithms that amplify, before."""
-    nodes = (node for node in flow.eqns if not any(known(v).is_random for v in node.reads))
-    risky = [(node, dtype) for node in nodes if (dtype := _risky(node))]
+
+    def is_noise(node: Node) -> bool:
+        """Whether it reads random numbers; a logarithm of some that are zero is a risk."""
+        return any(facts.is_random and (node.site.name != "log" or facts.low) for facts in map(known, node.reads))
+
+    risky = [(node, dtype) for node in flow.eqns if not is_noise(node) and (dtype := _risky(node))]
     maxima = {_place(node.site) for node in flow.eqns if node.site.name == "reduce_max"}
     softmaxes = {_place(node.site) for node, _ in risky if primitive(node.site.name).risk == "exp"} & maxima
 
@@ -112,7 +116,8 @@ def _operations(flow: Flow, amplified: set[tuple[str, str]], known: Callable[[Va
         kind = "softmax" if of_softmax and _place(node.site) in softmaxes else primitive(name).risk
         if kind in ("log", "pow") and _place(node.site) in amplified:
             continue
-        yield kind, node.site, dtype, MEANINGS[kind]
+        of_noise = f"one of {2 ** (_digits(dtype) - 1)} random numbers in {dtype} is 0: draw them in float32"
+        yield kind, node.site, dtype, of_noise if known(node.reads[0]).is_random else MEANINGS[kind]
 
 
 def _risky(node: Node) -> str:

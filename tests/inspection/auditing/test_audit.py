@@ -273,6 +273,11 @@ FAULTS = {
     "difference of samples": (lambda x, a: (x @ x, jnp.diff(a) / 2**15), (X, shape(9, dtype=jnp.int16)), ["wraps"]),
     "rounded ids": (lambda t, i: t[i.astype(F16).astype(jnp.int32)] @ t.T, (TABLE, IDS), ["ids"]),
     "compared ids": (lambda x, i: (x @ x) * (i.astype(F16) == 3).astype(F16), (X, IDS), ["ids"]),
+    "log of noise": (
+        lambda x, key: x @ x + -jnp.log(-jnp.log(jax.random.uniform(key, x.shape, F16))),
+        (X, KEY),
+        ["log"],
+    ),
     "accumulated gradients": (
         lambda x, w, total: (x @ x, total + (jax.grad(lambda w: jnp.sum(jnp.sin(w)) * 8.0)(w) / 8).astype(F16)),
         (X, shape(9, dtype=F32), shape(9)),
@@ -310,6 +315,7 @@ FINE = {
     "noise": (lambda x, key: x @ x + jax.random.normal(key, x.shape, F16), (X, KEY), []),
     "sample": (lambda x, key: x @ x + jax.random.categorical(key, x)[:, None].astype(F16), (X, KEY), []),
     "pixels": (lambda x, i: (i.astype(F16) / 255) @ x, (X, shape(256, 256, dtype=jnp.uint8)), []),
+    "noise of a gumbel": (lambda x, key: x @ x + jax.random.gumbel(key, x.shape, F16), (X, KEY), []),
     "inverted pixels": (lambda x, a: (x @ x, (255 - a) / 255), (X, PIXELS), []),
     "contrast": (lambda x, a: (x @ x, (a - a.min()) / (a.max() - a.min())), (X, PIXELS), []),
     "selected difference": (lambda x, a, b: (x @ x, jnp.where(a > b, a - b, b - a) / 255), (X, PIXELS, PIXELS), []),
