@@ -88,7 +88,7 @@ def risks_of(flow: Flow, original: Callable[[], TracedCall]) -> tuple[Risk, ...]
         found += _wraps(flow, node, known) if node.site.name in SUMS or id(node) in widened else ()
     readers = (node for node in nodes if primitive(node.site.name).op is not Op.CONVERT)
     found += _lost(nodes, lost_constants(readers, original))
-    return _merged([*found, *_norms(flow), *_updates(flow, known), *_accumulators(flow, known)])
+    return _merged([*found, *_norms(flow, known), *_updates(flow, known), *_accumulators(flow, known)])
 
 
 RiskySite = tuple[str, Site, str, str]  # kind, site, dtype, why
@@ -241,8 +241,8 @@ def _lost(nodes: Sequence[Node], lost: Iterable[Lost]) -> Iterator[RiskySite]:
                 yield "epsilon", zero.site, zero.dtype, f"{zero.text} this {name}"
 
 
-def _norms(flow: Flow) -> Iterator[RiskySite]:
-    """Square roots of sums of squares in float16."""
+def _norms(flow: Flow, known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
+    """Square roots of sums of squares in float16, which may be beyond its range."""
 
     def through(node: Node) -> Iterable[Value]:
         row = primitive(node.site.name)
@@ -254,7 +254,7 @@ def _norms(flow: Flow) -> Iterator[RiskySite]:
 
     for node in flow.eqns:
         is_root = node.site.name == "sqrt" and node.reads[0].aval.dtype == np.float16
-        if is_root and any(map(is_square, flow.made_by(node.reads, through))):
+        if is_root and known(node.reads[0]).largest > 65504 and any(map(is_square, flow.made_by(node.reads, through))):
             yield "norm", node.site, "float16", MEANINGS["norm"]
 
 

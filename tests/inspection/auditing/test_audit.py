@@ -315,6 +315,11 @@ FINE = {
     "noise": (lambda x, key: x @ x + jax.random.normal(key, x.shape, F16), (X, KEY), []),
     "sample": (lambda x, key: x @ x + jax.random.categorical(key, x)[:, None].astype(F16), (X, KEY), []),
     "pixels": (lambda x, i: (i.astype(F16) / 255) @ x, (X, shape(256, 256, dtype=jnp.uint8)), []),
+    "contrast of pixels": (
+        lambda x, a: (x @ x, a / jnp.sqrt(jnp.mean(jnp.square(a.astype(F16)), 0))),
+        (X, PIXELS),
+        [],
+    ),
     "noise of a gumbel": (lambda x, key: x @ x + jax.random.gumbel(key, x.shape, F16), (X, KEY), []),
     "inverted pixels": (lambda x, a: (x @ x, (255 - a) / 255), (X, PIXELS), []),
     "contrast": (lambda x, a: (x @ x, (a - a.min()) / (a.max() - a.min())), (X, PIXELS), []),
