@@ -290,7 +290,9 @@ def _updates(flow: Flow, known: Callable[[Value], Facts]) -> Iterator[RiskySite]
         if not is_half(value) or node is None or not primitive(node.site.name).adds or len(node.reads) != 2:
             continue
         pairs = node.reads, node.reads[::-1]
-        added = [(old, new) for old, new in pairs if is_kept(old, before) and not _is_layer(flow, old, new, given)]
+        added = [
+            (old, new) for old, new in pairs if is_kept(old, before) and not _is_layer(flow, node, old, new, given)
+        ]
         steps = [step for _, new in added if (step := _known_factor(flow, new, known)) is not None]
         if steps and min(steps) <= _SMALL_FACTOR:
             dtype = value.aval.dtype
@@ -298,10 +300,11 @@ def _updates(flow: Flow, known: Callable[[Value], Facts]) -> Iterator[RiskySite]
             yield "update", node.site, dtype.name, why
 
 
-def _is_layer(flow: Flow, old: Value, new: Value, given: Sequence[Value] | None) -> bool:
+def _is_layer(flow: Flow, end: Node, old: Value, new: Value, given: Sequence[Value] | None) -> bool:
     """Whether a term is a branch of a residual stream: matmuls of the other term, outside of a backward pass.
 
-    A gradient by formulas contracts an operand of these matmuls once more, along its other axes: x.T @ (x @ w - y).
+    A gradient by formulas contracts an operand of these matmuls once more, along its other axes, after a difference, or
+    is subtracted: w + x.T @ (y - x @ w).
     In a loop, of which `given` are the inputs, layers have weights of their own: with the same, it integrates.
     """
 
@@ -328,7 +331,9 @@ def _is_layer(flow: Flow, old: Value, new: Value, given: Sequence[Value] | None)
     weights = [value for value, _ in pairs if not depends([value])]
     changes = [v for v in given or () if v.kind == COMPUTED and flow.maker(v) is None]
     is_own = given is None or any(flow.depends(weights, v) for v in changes)
-    return bool(matmuls) and is_own and len(pairs) == len({value for value, _ in pairs})
+    later = (node for dot in dots for node in (end, *flow.between(dot.writes[0], new)))
+    by_formulas = len(pairs) > len({value for value, _ in pairs}) and any(each.site.name == "sub" for each in later)
+    return bool(matmuls) and is_own and not by_formulas
 
 
 def _carries(flow: Flow) -> Iterator[tuple[Node, Value, Value]]:

@@ -120,6 +120,12 @@ def test_a_scaled_branch_of_a_residual_stream_is_no_update():
 
     assert kinds(graph, jax.ShapeDtypeStruct((4, 4), half), w, x) == []
 
+    def tied(w, x):
+        centred = x - jnp.mean(x, -1, keepdims=True)
+        return x + half(0.01) * (jnp.tanh(centred @ w) @ w.T)
+
+    assert kinds(tied, w, x) == []
+
 
 def test_an_update_by_a_gradient_from_formulas_is_no_branch():
     half = jnp.bfloat16
@@ -128,6 +134,8 @@ def test_an_update_by_a_gradient_from_formulas_is_no_branch():
     step = lambda w, x: w - half(0.01) * (x.T @ (x @ w - x))
     assert kinds(step, w, x) == ["update"]
     assert kinds(lambda w, x: w - half(0.01) * jnp.einsum("bi,bj->ij", x, x @ w - x), w, x) == ["update"]
+    assert kinds(lambda w, x: w + half(0.01) * (x.T @ (x - x @ w)), w, x) == ["update"]
+    assert kinds(lambda w, x: w - half(0.01) * (x.T @ (x @ w)), w, x) == ["update"]
 
     def steps(w, xs):
         return jax.lax.scan(lambda w, x: (step(w, x), None), w, xs)[0]
