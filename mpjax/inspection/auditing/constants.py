@@ -133,8 +133,8 @@ def lost_constants(
         literal: Any = None if other is None or i >= len(other.reads) else other.reads[i]
         is_wider = literal is not None and _is_number(literal) and literal.aval.dtype.itemsize > dtype.itemsize
         written = number if number != value else float(literal.constant) if is_wider else None
-        if written == value == 0 or written is None or rounded(written, dtype) != value:
-            numbers = _numbers(node.site)  # without their signs
+        numbers = _numbers(node.site)  # without their signs
+        if written is None or rounded(written, dtype) != value or (written == value and abs(value) not in numbers):
             unknown = written is None and (literal is None or literal.aval.dtype == dtype) and not value
             unknown &= numbers is not _UNKNOWN and 0.0 not in numbers and not _is_start(node.site, i)
             signed = (math.copysign(n, value) for n in numbers)
@@ -195,7 +195,7 @@ def _numbered(nodes: Iterable[Node]) -> Iterator[tuple[Any, Node]]:
         yield (*key, seen[key]), node
 
 
-_NUMBER = re.compile(r"(?<![\w.])\d+\.?\d*(?:e[+-]?\d+)?|\binf\b", re.IGNORECASE)
+_NUMBER = re.compile(r"(?<![\w.])(?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?|\binf\b", re.IGNORECASE)
 _ONE_LESS = re.compile(rf"(?<![\w.])1(?:\.0*)? *- *({_NUMBER.pattern})", re.IGNORECASE)
 _UNKNOWN: tuple[float, ...] = ()
 

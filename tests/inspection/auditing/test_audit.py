@@ -595,6 +595,7 @@ def test_a_constant_is_compared_with_what_was_written(name):
     assert all(f"{constant:.7g} is " in risk.why for risk in found)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # NumPy's, of the bound
 @pytest.mark.standard_promotion
 def test_the_text_of_the_line_tells_what_a_cast_of_the_code_itself_rounded():
     def literal(x):
@@ -609,10 +610,22 @@ def test_the_text_of_the_line_tells_what_a_cast_of_the_code_itself_rounded():
         x = x.astype(F16)
         return x / (jnp.abs(x) + epsilon)
 
-    reasons = [[risk.why for risk in mpjax.audit(f, shape(8, 8, dtype=F32)).risks] for f in (literal, zero, name)]
+    # fmt: off
+    def decay(x):
+        x = x.astype(F16)
+        return jnp.asarray(.9999, F16) * x  # without a zero, and rounded in float32 too
+
+    def bound(x):
+        x = x.astype(F16)
+        return jnp.minimum(x, jnp.asarray(65_536.0, F16))
+    # fmt: on
+
+    functions = literal, zero, name, decay, bound
+    reasons = [[risk.why for risk in mpjax.audit(f, shape(8, 8, dtype=F32)).risks] for f in functions]
     assert reasons[0][0].startswith("1e-08 is zero in float16")
     assert reasons[1] == []
     assert reasons[2] == ["zero in float16: nothing guards this div"]
+    assert [reason[0].split(" is ")[0] for reason in reasons[3:]] == ["0.9999", "65536"]
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32])
