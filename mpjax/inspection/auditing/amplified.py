@@ -34,10 +34,11 @@ from mpjax.program.source import FORWARD
 
 
 class Rounding(NamedTuple):
-    """The operation that rounded a value to half, and whether the value was of whole numbers."""
+    """The operation that rounded a value to half; whether it was of whole numbers, or a size that a term reduces."""
 
     site: Site
     of_whole: bool = False
+    of_size: bool = False
 
 
 class Facts(NamedTuple):
@@ -206,11 +207,12 @@ class _Roundings:
         """Notes what an equation amplifies of its operands."""
         row = primitive(place.name)
         has_pole_at_zero = row.worst.startswith("near") or row.risk == "pow" or place.name == "sqrt"
+        is_choice = place.name in ("argmin", "argmax", "top_k")
         is_comparison = place.name in ("eq", "ne") and place.invars[0] is not place.invars[1]
         for i, facts in enumerate(given):
             if facts.is_random:
                 continue
-            inexact = facts.rounded or facts.matmul
+            inexact, is_divisor = facts.rounded or facts.matmul, row.amplifies == "second" and i == 1
             if inexact and (row.decomposes or row.solve):
                 self._note(place, inexact, "the condition number multiplies the error")
             # Integers of fewer bits are no indices, but values that are quantised.
@@ -218,7 +220,7 @@ class _Roundings:
                 self._note(place, inexact, "one unit apart is another integer")
             elif facts.rounded and facts.rounded.of_whole and is_comparison:
                 self._note(place, facts.rounded, "distinct ones become equal")
-            elif facts.difference and (has_pole_at_zero or (row.amplifies == "second" and i == 1)):
+            elif (by := facts.difference) and (has_pole_at_zero or is_divisor or (is_choice and by.of_size)):
                 self._note(place, facts.difference, f"near-equal numbers cancel, and {place.name} reads the difference")
             elif facts.rounded and row.worst and not _is_harmless(place, facts):
                 self._note(place, facts.rounded, f"{place.name} amplifies it {row.worst.replace('_', ' ')}")
@@ -311,7 +313,7 @@ def _difference(place: Site, given: Sequence[Facts], found: Facts) -> Rounding |
         from_constant = first.is_constant and place.name == "sub"
         return rounding if constant.low and (from_constant or math.isfinite(other.largest)) else None
     alike = a.aval.shape == b.aval.shape != ()
-    return rounding if alike and place.name == "sub" else None
+    return rounding._replace(of_size=first.low >= 0) if alike and place.name == "sub" else None
 
 
 def _is_whole(place: Site, given: Sequence[Facts]) -> bool:

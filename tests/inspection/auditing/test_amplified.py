@@ -36,6 +36,11 @@ def rotary(angles):
     return jnp.sum(jnp.cos(angles) + jnp.sin(angles))
 
 
+def distances(x, half):
+    """Squared distances from a code, each rounded before the difference."""
+    return stored(jnp.sum(x**2, -1)[:, None] + jnp.sum(x**2, -1), half) - stored(2 * x @ x.T, half)
+
+
 INVERSE = 1e-4 ** (np.arange(8, dtype=np.float32) / 8)
 # By kind of amplifier: each stores a value in half, and computes in float32.
 PROGRAMS = {
@@ -56,6 +61,8 @@ PROGRAMS = {
         "sqrt",
     ),
     "signal to noise": (lambda x, h: jnp.sum(x / jnp.sqrt(1 - stored(jnp.tanh(x) ** 2, h))), X, "sqrt"),
+    "nearest": (lambda x, h: jnp.argmin(distances(x, h), -1), X, "argmin"),
+    "nearest two": (lambda x, h: jax.lax.top_k(-distances(x, h), 2)[1], X, "top_k"),
     "arccos": (lambda x, h: jnp.sum(jnp.arccos(stored(jnp.clip(x, -1, 1), h))), X, "acos"),
     "arctanh": (lambda x, h: jnp.sum(jnp.arctanh(stored(jnp.tanh(x), h))), X, "atanh"),
     "angle": (lambda x, h: rotary(stored(300 * x, h)), X, "cos"),
@@ -114,6 +121,8 @@ HARMLESS = {
     "small angles": lambda x, h: rotary(3 * stored(jnp.tanh(x), h)),
     "log1p of squares": lambda x, h: jnp.mean(jnp.log1p(stored(x, h) ** 2)),
     "accuracy": lambda x, h: jnp.mean(jnp.argmax(matmul(x, h), -1) == 3),
+    "accuracy of probabilities": lambda x, h: jnp.argmax(stored(jax.nn.log_softmax(matmul(x, h)), h), -1),
+    "accuracy by a softmax in half": lambda x, h: jnp.argmax(jax.nn.log_softmax(x.astype(h)), -1),
     "a mask": lambda x, h: jnp.where(stored(x, h) > 0, 1, 0),
     "few slots": lambda x, h: jnp.cumsum((x > 0).astype(h), 0).astype(I32),
     "eight bits": lambda x, h: jnp.round(stored(x, h)).astype(jnp.int8),
