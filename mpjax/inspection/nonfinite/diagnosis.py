@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpjax.inspection.auditing.amplified import amplified
+from mpjax.inspection.auditing.amplified import amplified, makes_integers
 from mpjax.inspection.auditing.constants import Lost, lost_constants, unexplained
 from mpjax.inspection.auditing.scaled_gradients import follows_cotangent, repeats
 from mpjax.program import compat
@@ -188,6 +188,7 @@ _CAUSES: tuple[tuple[str, Callable[[float, float, str], bool], str], ...] = (
     ("pow", lambda x, y, kind: x < 0 and kind == "nan", "a fractional power of a negative number ({x})"),
     ("asin acos atanh erf_inv", lambda x, y, kind: abs(x) >= 1, "{primitive} of {x}, outside its domain"),
     ("acosh", lambda x, y, kind: x < 1, "{primitive} of {x}, outside its domain"),
+    ("lgamma digamma", lambda x, y, kind: x <= 0, "{primitive} of {x}, a pole"),
     ("exp exp2 expm1", lambda x, y, kind: kind == "inf" and math.isfinite(x), "exponential of {x}"),
     ("sub add add_any", lambda x, y, kind: kind == "nan", "inf - inf"),
     ("mul", lambda x, y, kind: kind == "nan", "0 * inf"),
@@ -284,9 +285,9 @@ def adds_constant(flow: Flow, node: Node, value: float) -> bool:
 
 
 def amplified_rounding(flow: Flow, node: Node) -> str:
-    """The rounding that an operation amplifies, or one of its line that it depends on, in words; empty if none."""
+    """The rounding that an operation amplifies, or one of its line or its indices, in words; empty if there is none."""
     before = {id(each.site.eqn) for each in (node, *flow.before(node.reads))}
-    found = [each for each in amplified(flow)[0] if each.site.source == node.site.source]
+    found = [x for x in amplified(flow)[0] if x.site.source == node.site.source or makes_integers(x.site)]
     # Of several of one kind on a line, as log(p) and log(1 - p), the first is named.
     ends = ((each.rounding if each.site.name == node.site.name else each).site.eqn for each in found)
     return next((f"it reads {each.text}" for each, end in zip(found, ends, strict=True) if id(end) in before), "")

@@ -449,6 +449,7 @@ CAUSES = {
     "index 7 of an axis of 3 is out of bounds": lambda x: jnp.sum(jnp.take(x, jnp.array([0, 7]))),
     "its matrix is not positive definite": lambda x: jnp.sum(jnp.linalg.cholesky(symmetric(x, -1))),
     "its matrix is singular": lambda x: jnp.sum(jnp.linalg.solve(symmetric(x, 0), x)),
+    "lgamma of 0, a pole": lambda x: jnp.sum(jax.lax.lgamma(x - 1)),
     "acosh of 0.5, outside its domain": lambda x: jnp.sum(jnp.arccosh(x / 2)),
     "overflow of the operation's own dtype (-3.4e+38 + -3.4e+38)": lambda x: jnp.max(x * -3.4e38 + x * -3.4e38),
 }
@@ -485,6 +486,17 @@ def test_the_rounding_is_named_whose_difference_is_divided_by():
     where = f"test_diagnosis.py:{loss.__code__.co_firstlineno + 1}"
     assert found.primitive == "div"
     assert f"rounded to bfloat16 by cumprod at {where}" in found.diagnosis
+
+
+def test_the_rounding_of_an_index_out_of_bounds_is_named():
+    def loss(x, labels):
+        rounded = labels.astype(HALF).astype(jnp.int32)
+        return -jnp.mean(jnp.take_along_axis(x, rounded[:, None], 1))
+
+    found = find_nonfinite(loss, np.ones((2, 4096), np.float32), np.array([3, 4095]))
+    where = f"test_diagnosis.py:{loss.__code__.co_firstlineno + 1}"
+    assert found.primitive == "gather"
+    assert f"whole numbers beyond 2048, rounded to float16 by convert_element_type at {where}" in found.diagnosis
 
 
 def test_the_infinity_that_starts_a_maximum_was_not_rounded():
