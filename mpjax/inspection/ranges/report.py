@@ -14,6 +14,7 @@ import numpy as np
 from mpjax.inspection.ranges.range_statistics import EightBitRange, Limits, together_in_eight_bits
 from mpjax.inspection.reports import Report, Section, folded_rows, merged, percent, scale_text, short_dtypes
 
+_GAIN, _SHOWN = 1.05, 1e-4  # the least factor between two errors that differ, and their least difference
 _MUCH = 0.05  # the share of flushed gradients from which the loss scale is the first thing to say
 
 
@@ -235,6 +236,8 @@ class NumericsReport(Report):
             )
         if self.beyond or self.keep_float32 or self.losing or self.losing_lines or self.init_scale is None:
             return
+        tried = [row.error for row in self.trials[:2]]
+        is_idle = len(tried) == 2 and _GAIN * tried[1] > tried[0] - _SHOWN  # the recommended scale, which was tried
         if self.trials and not math.isfinite(self.trials[-1].error):
             yield (
                 f"the gradients are not finite in {self.dtype}, which no range here explains: mpjax.find_nonfinite of "
@@ -244,7 +247,7 @@ class NumericsReport(Report):
             yield f"found nothing that must stay in float32, but {len(self.unseen)} operations were not inspected"
         elif self.nonfinite or self.rules:
             return
-        elif self.flushed_at(self.loss_scale) > _MUCH:
+        elif self.flushed_at(self.loss_scale) > _MUCH and not is_idle:
             yield (
                 f"{self.dtype} flushes {self.flushed_at(self.loss_scale):.0%} of the activation gradients to zero at "
                 f"loss scale {scale_text(self.loss_scale)}: use a loss scale, see below"
@@ -281,7 +284,7 @@ class NumericsReport(Report):
         word = "recommended" if self.trials or self.dtype == "bfloat16" else "not tried"
         if self.trials and not math.isfinite(self.trials[-1].error):
             word = "of no use alone"
-        elif len(self.trials) > 1 and self.trials[1].error > 1.05 * self.trials[0].error:
+        elif len(self.trials) > 1 and self.trials[1].error > _GAIN * self.trials[0].error:
             word = f"no better than {scale_text(self.loss_scale)}"
         return [
             f"largest safe loss scale{rest}: {safe}; {word}: "

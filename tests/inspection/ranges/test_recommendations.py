@@ -98,6 +98,24 @@ def test_an_all_clear_is_for_what_was_looked_at():
     assert "no module needs" not in str(report)
 
 
+def test_a_scale_that_was_tried_without_a_gain_is_not_the_answer():
+    def verdict(small):
+        gradients = np.where(np.arange(4096) % 2, small, 1).astype(np.float32)
+        loss = lambda w, g: jnp.sum(jnp.tanh(w)[:, None] @ jnp.ones((1, 1)) * g[:, None])
+        report = mpjax.numerics(loss, jnp.zeros(4096), jnp.asarray(gradients))
+        assert report.flushed_at(1.0) > 0.3
+        return str(report).splitlines()[0]
+
+    assert verdict(1e-9) == "no module needs to be kept in float32 for its range"
+
+    def tiny(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2) * 1e-7
+
+    rng = np.random.default_rng(0)
+    report = mpjax.numerics(tiny, rng.normal(size=(8, 8)).astype(np.float32), np.ones((4, 8), np.float32))
+    assert "use a loss scale" in str(report)
+
+
 def test_the_share_that_a_scale_flushes_is_that_of_a_cast():
     rng = np.random.default_rng(0)
     gradients = (rng.uniform(1, 2, 4096) * 2.0 ** rng.uniform(-28, -22, 4096)).astype(np.float32)
