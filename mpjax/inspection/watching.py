@@ -322,7 +322,7 @@ def _measured(loss: Loss, scale: Any, args: Sequence[Any]) -> _Measurement:
     program = traced_call(loss.gradient_at_any_scale(names), args, {"mpjax_loss_scale": scale})
     block = laid_out(program)
     counts, groups = counted(block, len(names)), groups_of(block)
-    places = (p for p in block.places() if p.number in counts.all and floats(p.outvars))
+    places = (p for p in block.places() if p.number in counts.all | counts.loss and floats(p.outvars))
     # Each against the half dtype in which it is stored or read.
     kept = (p for p in block.places() if p.name == PACKED and stores_eight_bits(p))
     probe = RangeProbe(places, lambda number: Limits.of(counts.half.get(number, np.float32)), quantised=kept)

@@ -182,6 +182,19 @@ def test_a_record_of_an_overflow_has_the_size_of_what_overflowed(trained):
     assert row(overflow, "Net/first", "forward").amax > 1e29
 
 
+def test_a_loss_that_is_not_finite_is_recorded_though_its_gradients_are():
+    def loss(w, x):
+        return jnp.mean((x @ w) ** 2) + jax.lax.stop_gradient(jnp.log(x[0, 0]))
+
+    watched = mpjax.watch(loss)
+    for first, bad in ((1.0, 0), (-1.0, 1)):
+        x = X.copy()
+        x[0, 0] = first
+        (record,) = watched.update(watched.init(np.eye(16), x), np.eye(16), x).records()
+        assert sum(row.nonfinite for row in record.modules) == bad, str(record)
+        assert ("first inf or NaN: loss" in str(record)) == bool(bad)
+
+
 def test_nnx_modules_and_argnums_and_aux():
     class Model(nnx.Module):
         def __init__(self):

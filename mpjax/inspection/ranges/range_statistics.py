@@ -56,12 +56,14 @@ class Counted:
         parameters: Equations of the backward pass, matmuls and sums, that compute gradients of parameters.
         half: The half dtype in which the program stores an equation's results, or in which an operation reads them, by
             its number; empty for a program without half.
+        loss: Equations that compute the other results: the loss.
     """
 
     activations: frozenset[int]
     gradients: frozenset[int]
     parameters: frozenset[int]
     half: Mapping[int, np.dtype]
+    loss: frozenset[int]
 
     @functools.cached_property
     def all(self) -> frozenset[int]:
@@ -79,7 +81,7 @@ def counted(block: Block, num_gradients: int) -> Counted:
     parameters = analysis.parameters
     phases = {number: analysis.places[number].phase for number in analysis.found}
     forward, backward = (frozenset(n for n in phases if phases[n] == phase) for phase in (FORWARD, BACKWARD))
-    return Counted(forward, backward - parameters, backward & parameters, analysis.half)
+    return Counted(forward, backward - parameters, backward & parameters, analysis.half, analysis.loss)
 
 
 def in_units_of_scales(eqn: Any) -> bool:
@@ -125,6 +127,7 @@ class _Analysis:
         self.found, self.half = set[int](), dict[int, np.dtype]()
         outs = self.block(block, [_Producers()] * len(block.jaxpr.invars))
         self.parameters = frozenset[int]().union(*(producers.far for producers in outs[:num_gradients]))
+        self.loss = frozenset[int]().union(*(producers.near for producers in outs[num_gradients:]))
 
     def block(self, block: Block, ins: Sequence[_Producers]) -> list[_Producers]:
         env = block.environment(ins, [_Producers()] * len(block.jaxpr.constvars))
