@@ -412,7 +412,9 @@ class _Passes:
                 return dict.fromkeys(sorted(flops := self.flops(), key=lambda name: -flops[name])), []
         squares = [(site, score**2) for site, score in found]
         by_place = totals((name, square) for site, square in squares if (name := self._name(site)))
-        places = totals(((site.name, self._name(site)), square) for site, square in squares if _is_denied(site))
+        # A rule may name the primitive of a rounding that computes, and is no matmul.
+        named = [pair for pair in squares if primitive(pair[0].name).op in (Op.INFER, Op.WIDE, Op.DENY)]
+        places = totals(((site.name, self._name(site)), square) for site, square in named)
         by_primitive = totals((name, square) for (name, _), square in places.items())
         # What a primitive does in one place alone is a matter of that place.
         rest = {key: sum(s for k, s in places.items() if k[0] == key[0] and k != key) for key in places}
@@ -439,8 +441,3 @@ class _Passes:
             if all(np.isfinite(x).all() for x in grads):
                 break
         return grads
-
-
-def _is_denied(site: Site) -> bool:
-    """Whether a rule may name the primitive of a rounding: it computes, and is no matmul."""
-    return primitive(site.name).op in (Op.INFER, Op.WIDE, Op.DENY)

@@ -287,7 +287,8 @@ class Replay:
         if given is not None and makes_integers(place) and not (is_mask or given.is_constant):
             self.converted.setdefault(given, []).append(place)
         own = Provenance(MADE, when)
-        is_check = row.logic or (row.keeps_values and not row.kernel) or (name == "ne" and _compares_itself(place))
+        is_nan = name == "ne" and place.invars[0] is place.invars[1]  # as `jnp.isnan` does
+        is_check = row.logic or (row.keeps_values and not row.kernel) or is_nan
 
         def of_result(i: int, v: Any) -> Address:
             if is_inexact(v):
@@ -356,8 +357,3 @@ def _constant(value: Any, when: tuple[int, ...]) -> Address:
     if not jnp.issubdtype(jnp.result_type(value), jnp.inexact) or np.all(np.isfinite(np.asarray(value, np.complex64))):
         return None
     return Provenance(IDLE_CONSTANT, when)
-
-
-def _compares_itself(place: Site) -> bool:
-    """Whether an equation compares a value with itself, as `jnp.isnan` does."""
-    return place.invars[0] is place.invars[1]
