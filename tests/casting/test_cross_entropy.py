@@ -329,6 +329,31 @@ def padded_and_without_columns(params, x, y):
     return jnp.mean(jnp.minimum(losses, 30.0))
 
 
+def of_the_second_axis(params, x, y):
+    """PyTorch's layout, with a bias, labels by lookup and by comparison, and an entropy."""
+    w, _, b = params
+    logits = jnp.einsum("btd,dv->bvt", x, w) + b[:, None]
+    log_p = jax.nn.log_softmax(logits, axis=1)
+    smooth = optax.smooth_labels(jax.nn.one_hot(y, V, axis=1), 0.1) * log_p
+    right = jnp.mean(jnp.argmax(logits, 1) == y)
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, 1)
+    return -jnp.mean(jnp.take_along_axis(log_p, y[:, None], 1)) - jnp.mean(smooth) - 0.3 * jnp.mean(entropy) + right
+
+
+def of_a_middle_axis(params, x, y):
+    """Logits are moved, cut in two of their axes, and padded where they are."""
+    logits = 3 * jnp.tanh(jnp.moveaxis(logits_of(params, x)[:, 1:], -1, 0)[:37, :, ::2] / 3)
+    logits = jnp.where(jnp.arange(37)[:, None] < 30, logits.reshape(37, B, -1).swapaxes(0, 1), -1e9)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y[:, 1::2] % 30, axis=1).mean()
+
+
+def of_columns(params, x, y):
+    """A matrix of which each column is a token, whose factor is its own."""
+    logits = (x.reshape(-1, D) @ params[0]).T / (0.5 + jax.nn.softplus(params[2][y].ravel()))
+    taken = logits[y.ravel(), jnp.arange(B * T)]
+    return jnp.mean(jax.nn.logsumexp(logits, 0) - taken) + 0.1 * jnp.max(logits)
+
+
 def both_ways(params, x, y):
     """CLIP's two losses: columns are rows of another matmul."""
     _, table, b = params
@@ -420,7 +445,7 @@ LOSSES = {
         weighted_in_the_labels, weighted_by_learned_weights, focal,
         with_an_entropy, with_an_entropy_of_logits, of_probabilities, margin, shifted_with_a_gradient,
         stopped_metrics, both_ways, of_parts, at_two_temperatures, at_a_temperature_of_each_row,
-        without_columns, padded_and_without_columns, at_the_diagonal,
+        without_columns, padded_and_without_columns, at_the_diagonal, of_the_second_axis, of_a_middle_axis, of_columns,
         distilled, distilled_on_policy, distilled_by_optax, of_soft_labels, near_a_reference, poly, mixed_up,
     )
 }  # fmt: skip
@@ -537,7 +562,22 @@ def half_stopped(params, x, y):
     return -jnp.mean(jnp.sum(p * jax.nn.log_softmax(logits), -1))
 
 
+def of_the_tokens(params, x, y):
+    """A softmax over tokens."""
+    log_p = jax.nn.log_softmax(logits_of(params, x), axis=1)
+    return -jnp.mean(jnp.take_along_axis(log_p, y[..., None], -1))
+
+
+def of_both_axes(params, x, y):
+    """Labels of columns, in a softmax of rows."""
+    logits = (x @ params[0]).reshape(-1, V)[:, : B * T]
+    log_p = jax.nn.log_softmax(logits, 1)
+    return -jnp.mean(jnp.take_along_axis(log_p, y.reshape(1, -1) % (B * T), 0))
+
+
 REFUSED = {
+    of_the_tokens: "read by reduce_max",
+    of_both_axes: "read by gather",
     of_labels_as_integers: "read by mul (test_cross_entropy.py:",
     cast_by_the_program: "casts its operands to half itself",
     returned: "read by",

@@ -7,6 +7,7 @@ vocabulary then is a formula of few numbers of a row: its statistics.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from jax import lax
 
 from mpjax.casting.cross_entropy.apart import NORMALISING, is_normalised
 from mpjax.casting.cross_entropy.kinds import ONE, Logits, Product, Sum, Underflow, multiplied, terms_of
-from mpjax.casting.cross_entropy.labels import Labels, broadcast_of, gathered, labels_of, number_of, scaled
+from mpjax.casting.cross_entropy.labels import Labels, Layout, broadcast_of, gathered, labels_of, number_of, scaled
 from mpjax.casting.cross_entropy.path import Path, Refused, is_head, multiplies_rows
 from mpjax.casting.setting import tracked
 from mpjax.kernels.cross_entropy import Statistics
@@ -40,12 +41,12 @@ class LossHead:
         reads: The reductions, each with a function from statistics and row values to its result, and its row values.
         labels: The arrays of labels, each with whether a label outside of the vocabulary is the nearest one in it, and
             its number.
-        shape: The shape of the logits without the vocabulary.
+        layout: The layout of the logits.
         frozen: The heads without a derivative, of two: a teacher's.
     """
 
-    def __init__(self, flow: Dataflow, *matmuls: Any):
-        self.flow, self.paths = flow, [Path(flow, matmul) for matmul in matmuls]
+    def __init__(self, flow: Dataflow, *paths: Path):
+        self.flow, self.paths = flow, paths
         self.vocabulary = self.paths[0].vocabulary
         self.inside: list[Any] = []
         self.reads: list[tuple[Any, Callable[..., Any], tuple[Any, ...]]] = []
@@ -69,8 +70,8 @@ class LossHead:
             derived = {id(eqn) for eqn in self.flow.made_by(self.flow.returned, _derived_operands)}
             self.frozen = {i for i, path in enumerate(self.paths) if id(path.inside[-1]) not in derived}
         self.vocabulary = self.paths[0].vocabulary
-        self.shape = logits[0].aval.shape[:-1]
-        if any(v.aval.shape != logits[0].aval.shape for v in logits):
+        self.layout, *others = (Layout(v.aval.shape, p.axis) for v, p in zip(logits, self.paths, strict=True))
+        if any(each != self.layout for each in others):
             raise Refused("its loss reads logits of another shape, too")
         self._plain = [Logits(head=i) for i, _ in enumerate(logits)]
         self._follow(dict(zip(logits, self._plain, strict=True)))
@@ -122,7 +123,7 @@ class LossHead:
 
     def _reader(self, eqn: Any) -> Any:
         """What an equation that reads logits makes of them; None if it is a reduction, which is noted."""
-        name, ins, rows = eqn.primitive.name, eqn.invars, (*self.shape, 1)
+        name, ins = eqn.primitive.name, eqn.invars
         kinds = [self._kind(x) for x in ins]
         product: Any = None
         if name in ("add", "mul") and kinds[0] is None:
@@ -133,7 +134,7 @@ class LossHead:
             case "stop_gradient", [kind] if not self._is_derived(ins[0]) or kind in self._plain:
                 return kind
             case "sub" | "add", [Logits(shift, _, False) as kind, None] if (
-                row := broadcast_of(self.flow, ins[1], rows)
+                row := broadcast_of(self.flow, ins[1], self.layout.of_row)
             ) is not None:
                 return kind._replace(shift=(*shift, (name, row)))
             case "add" | "sub", [left, right]:
@@ -166,12 +167,12 @@ class LossHead:
             case "reduce_max", [kind] if self._is_over_vocabulary(eqn) and self._rises(kind):
                 self.is_loss = True
                 return self._note(eqn, terms_of(kind), largest=True)
-            case "argmax", [kind] if eqn.params["axes"] == (len(self.shape),) and self._rises(kind):
+            case "argmax", [kind] if eqn.params["axes"] == (self.layout.axis,) and self._rises(kind):
                 (term,), dtype = terms_of(kind), eqn.params["index_dtype"]
                 self.reads.append((eqn, lambda found: found[term.heads[0]].best.astype(dtype), ()))
                 return None
             case "gather", [Logits(_, _, False) | Product() | Sum() as kind, None] if (
-                label := gathered(self.flow, eqn, self.shape)
+                label := gathered(self.flow, eqn, self.layout)
             ) is not None and not any(term.labels.factors for term in terms_of(kind)):
                 return self._note_gather(eqn, terms_of(kind), label)
         if product is not None:
@@ -186,7 +187,7 @@ class LossHead:
     def _as_terms(self, x: Any, kind: Any) -> tuple[Product, ...]:
         """What is added as products: what an equation knows, a number, or what is the same in a row; () for others."""
         if kind is None:
-            labels = scaled(self.flow, ONE, "mul", x, (*self.shape, 1))
+            labels = scaled(self.flow, ONE, "mul", x, self.layout.of_row)
             return () if labels is None else (Product(labels),)
         return terms_of(kind)
 
@@ -194,11 +195,11 @@ class LossHead:
         """What an operand is: logits, what is made of them, or labels; None for anything else."""
         if isinstance(x, compat.Literal):
             return None
-        return self.known.get(x) or labels_of(self.flow, x, (*self.shape, self.vocabulary))
+        return self.known.get(x) or labels_of(self.flow, x, self.layout)
 
     def _is_over_vocabulary(self, eqn: Any) -> bool:
         """Whether a reduction is over the vocabulary, and maybe over rows too."""
-        return bool(eqn.params["axes"][-1:] == (len(self.shape),))
+        return self.layout.axis in eqn.params["axes"]
 
     def _is_summed(self, kind: Any) -> bool:
         """Whether a sum of products over the vocabulary follows from statistics."""
@@ -220,14 +221,14 @@ class LossHead:
 
     def _scaled(self, kind: Any, how: str, by: Any) -> Any:
         """Products, multiplied or divided by a number or by what is the same in a row; None if it is neither."""
-        labels = scaled(self.flow, ONE, how, by, (*self.shape, 1))
+        labels = scaled(self.flow, ONE, how, by, self.layout.of_row)
         return None if labels is None else multiplied(kind, labels)
 
     def _contracts_vocabulary(self, eqn: Any) -> bool:
         """Whether a product of two arrays of logits' shape sums over the vocabulary alone."""
-        rows = tuple(range(len(self.shape)))
-        contracted, batch = eqn.params["dimension_numbers"]
-        return bool(contracted == ((len(rows),),) * 2 and batch == (rows, rows))
+        axis = self.layout.axis
+        rows = tuple(d for d in range(len(self.layout.sizes)) if d != axis)
+        return bool(eqn.params["dimension_numbers"] == (((axis,),) * 2, (rows, rows)))
 
     def _note(
         self, eqn: Any, terms: Sequence[Product], largest: bool = False, mode: Any = None, fill: Any = 0.0
@@ -317,12 +318,9 @@ def losses(flow: Dataflow) -> Iterator[tuple[Any, LossHead | str]]:
         if is_head(flow, eqn):
             if id(eqn) in done:
                 continue
-            head = LossHead(flow, eqn)
+            head = LossHead(flow, Path(flow, eqn))
             try:
-                try:
-                    head.search()
-                except Refused as why:
-                    head = _pair(flow, head, why)
+                head = _searched(flow, head)
                 done |= {id(path.matmul) for path in head.paths}
                 yield eqn, head
             except Refused as why:
@@ -330,6 +328,28 @@ def losses(flow: Dataflow) -> Iterator[tuple[Any, LossHead | str]]:
                     yield eqn, str(why)
         elif multiplies_rows(eqn) and all(map(is_half, eqn.invars)) and is_normalised(flow, eqn.outvars[0]):
             yield eqn, "the program casts its operands to half itself: autocast does so, if they are float32"
+
+
+def _searched(flow: Dataflow, head: LossHead) -> LossHead:
+    """A head after its search, that with another one, or one whose vocabulary is the other dimension of a matrix.
+
+    Raises:
+        Refused: None of these loss reads statistics of rows only.
+    """
+    (path,) = head.paths
+    try:
+        head.search()
+        return head
+    except Refused as why:
+        try:
+            return _pair(flow, head, why)
+        except Refused:
+            if path.matmul.outvars[0].aval.ndim == 2:
+                other = LossHead(flow, Path(flow, path.matmul, other=True))
+                with contextlib.suppress(Refused):
+                    other.search()
+                    return other
+            raise
 
 
 def _pair(flow: Dataflow, head: LossHead, why: Refused) -> LossHead:
@@ -344,7 +364,7 @@ def _pair(flow: Dataflow, head: LossHead, why: Refused) -> LossHead:
     other = next((eqn for eqn in makers if eqn is not first and is_head(flow, eqn)), None)
     if other is None:
         raise why
-    pair = LossHead(flow, first, other)
+    pair = LossHead(flow, Path(flow, first), Path(flow, other))
     pair.search()
     return pair
 

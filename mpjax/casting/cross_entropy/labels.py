@@ -18,6 +18,39 @@ from mpjax.program.primitives import primitive
 # By name: labels are found by how they are compared and gathered.
 
 
+class Layout(NamedTuple):
+    """The sizes of an array of logits, and which axis is the vocabulary."""
+
+    sizes: tuple[int, ...]
+    axis: int
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The sizes without the vocabulary."""
+        return (*self.sizes[: self.axis], *self.sizes[self.axis + 1 :])
+
+    @property
+    def of_row(self) -> tuple[int, ...]:
+        """The sizes of what is the same for all of the vocabulary."""
+        return (*self.sizes[: self.axis], 1, *self.sizes[self.axis + 1 :])
+
+    @property
+    def of_vocabulary(self) -> tuple[int, ...]:
+        """The sizes of what is the same in all rows."""
+        return tuple(n if d == self.axis else 1 for d, n in enumerate(self.sizes))
+
+    def place_of(self, axis: int) -> int:
+        """The place of another axis among those of the rows."""
+        return axis - (axis > self.axis)
+
+    def reshaped(self, sizes: Sequence[int]) -> Layout | None:
+        """The layout of the same elements in another shape; None if it has no axis for the vocabulary."""
+        before, size = math.prod(self.sizes[: self.axis]), self.sizes[self.axis]
+        axes = (d for d, n in enumerate(sizes) if n == size and math.prod(sizes[:d]) == before)
+        axis = next(axes, None)
+        return None if axis is None else Layout(tuple(sizes), axis)
+
+
 class Labels(NamedTuple):
     """Numbers that are the same for all of the vocabulary but the label: a factor for each label, and the rest.
 
@@ -76,36 +109,36 @@ def scalar_of(flow: Dataflow, x: Any) -> Any:
     return scalar_of(flow, maker.invars[0]) if repeats else None
 
 
-def labels_of(flow: Dataflow, x: Any, shape: Sequence[int]) -> Labels | None:
+def labels_of(flow: Dataflow, x: Any, layout: Layout) -> Labels | None:
     """An operand as numbers that differ at labels only."""
     eqn = flow.maker(unvaried(flow, x))
-    if eqn is None or x.aval.shape != tuple(shape):
+    if eqn is None or x.aval.shape != layout.sizes:
         return None
-    name, ins, rows = eqn.primitive.name, eqn.invars, (*shape[:-1], 1)
+    name, ins, rows = eqn.primitive.name, eqn.invars, layout.of_row
     if name == "select_n" and len(ins) == 3:
-        off, on, hit = number_of(flow, ins[1]), number_of(flow, ins[2]), labels_of(flow, ins[0], shape)
+        off, on, hit = number_of(flow, ins[1]), number_of(flow, ins[2]), labels_of(flow, ins[0], layout)
         if off is not None and on is not None and hit is not None and hit.rest == 0 and not hit.weights:
             return times(hit, on - off)._replace(rest=off)
     elif name == "gt":
-        hot, least = labels_of(flow, ins[0], shape), number_of(flow, ins[1])
+        hot, least = labels_of(flow, ins[0], layout), number_of(flow, ins[1])
         return hot if hot is not None and hot.is_hot and least is not None and 0 <= least < 1 else None
     elif name == "eq":
         for i in (0, 1):
-            if _counts(flow, ins[i], shape[-1]) and (label := broadcast_of(flow, ins[1 - i], rows)) is not None:
+            if _counts(flow, ins[i], layout) and (label := broadcast_of(flow, ins[1 - i], rows)) is not None:
                 return Labels(((label, 1.0),))
     elif name == "convert_element_type":
-        labels = labels_of(flow, ins[0], shape)
+        labels = labels_of(flow, ins[0], layout)
         exact = compat.is_inexact(x.aval) or (labels is not None and labels.is_hot)
         return labels if exact else None  # 0.5 is 0 as an integer, and true.
     elif name in ("mul", "add", "div", "sub"):
         for i in (0, 1) if name in ("mul", "add") else (0,):
-            labels = None if isinstance(ins[i], compat.Literal) else labels_of(flow, ins[i], shape)
+            labels = None if isinstance(ins[i], compat.Literal) else labels_of(flow, ins[i], layout)
             if labels is None:
                 continue
             if name in ("mul", "div"):
                 return scaled(flow, labels, name, ins[1 - i], rows)
             number, sign = number_of(flow, ins[1 - i]), 1.0 if name == "add" else -1.0
-            more = labels_of(flow, ins[1 - i], shape) if number is None else Labels((), number)
+            more = labels_of(flow, ins[1 - i], layout) if number is None else Labels((), number)
             if more is not None and not labels.weights and not more.weights:
                 return Labels((*labels.factors, *times(more, sign).factors), labels.rest + sign * more.rest)
     return None
@@ -119,28 +152,27 @@ def scaled(flow: Dataflow, labels: Labels, how: str, by: Any, rows: Sequence[int
     return None if weight is None else labels._replace(weights=(*labels.weights, (how, weight)))
 
 
-def _counts(flow: Dataflow, x: Any, size: int) -> bool:
+def _counts(flow: Dataflow, x: Any, layout: Layout) -> bool:
     """Whether an operand counts the vocabulary, in a dtype that holds its numbers."""
+    size, axis = layout.sizes[layout.axis], layout.axis
     while (eqn := flow.maker(unvaried(flow, x))) is not None and _holds(x.aval.dtype, size):
         name = eqn.primitive.name
+        if x.aval.shape[axis] != size:
+            return False
         if name == "iota":
-            return bool(eqn.params["dimension"] == x.aval.ndim - 1 and x.aval.shape[-1] == size)
-        if name == "broadcast_in_dim":
-            (inner,) = eqn.invars
-            dims = eqn.params["broadcast_dimensions"]
-            if inner.aval.shape[-1:] != (size,) or dims[-1] != x.aval.ndim - 1:
-                return False
-        elif name not in ("convert_element_type", "reshape") or eqn.invars[0].aval.shape[-1:] != (size,):
+            return bool(eqn.params["dimension"] == axis)
+        if name == "broadcast_in_dim" and axis in (dims := eqn.params["broadcast_dimensions"]):
+            axis = dims.index(axis)
+        elif name == "reshape" and (before := Layout(x.aval.shape, axis).reshaped(eqn.invars[0].aval.shape)):
+            axis = before.axis
+        elif name != "convert_element_type":
             return False
         x = eqn.invars[0]
     return False
 
 
 def broadcast_of(flow: Dataflow, x: Any, sizes: Sequence[int]) -> Any:
-    """The variable that an operand repeats, with an element for each of the sizes, 1 where it is repeated, else None.
-
-    So (rows, 1) is for what is the same for all of the vocabulary, and (1, vocabulary) for what is the same in rows.
-    """
+    """The variable that an operand repeats, with an element for each of the sizes, 1 where it repeats; else None."""
     if not isinstance(x, compat.Literal) and x.aval.shape == tuple(sizes):
         return x
     eqn = flow.maker(unvaried(flow, x))
@@ -152,20 +184,21 @@ def broadcast_of(flow: Dataflow, x: Any, sizes: Sequence[int]) -> Any:
     return source if varies_there and math.prod(shape) == math.prod(sizes) else None
 
 
-def gathered(flow: Dataflow, eqn: Any, rows: Sequence[int]) -> Any:
+def gathered(flow: Dataflow, eqn: Any, layout: Layout) -> Any:
     """The labels of a gather that takes one element of each row; None if it takes others."""
-    operand, indices, params = eqn.invars[0].aval.shape, eqn.invars[1], eqn.params
-    numbers, last = params["dimension_numbers"], len(rows)
+    indices, params, rows = eqn.invars[1], eqn.params, layout.rows
+    numbers, others = params["dimension_numbers"], [d for d in range(len(layout.sizes)) if d != layout.axis]
     sizes = {math.prod(rows), eqn.outvars[0].aval.size}
     if set(params["slice_sizes"]) != {1} or len(sizes) != 1 or indices.aval.dtype != np.int32:
         return None
-    if numbers.start_index_map == (last,) and indices.aval.size in sizes:  # `take_along_axis`
-        batched = [d for d in range(last) if d in numbers.operand_batching_dims or operand[d] == 1]
-        return indices if batched == list(range(last)) else None
-    joined = flow.maker(indices) if numbers.start_index_map == tuple(range(last + 1)) else None
-    if joined is None or joined.primitive.name != "concatenate" or len(joined.invars) != last + 1:
+    if numbers.start_index_map == (layout.axis,) and indices.aval.size in sizes:  # `take_along_axis`
+        batched = [d for d in others if d in numbers.operand_batching_dims or layout.sizes[d] == 1]
+        return indices if batched == others else None
+    joined = flow.maker(indices) if numbers.start_index_map == tuple(range(len(layout.sizes))) else None
+    if joined is None or joined.primitive.name != "concatenate" or len(joined.invars) != len(layout.sizes):
         return None
-    *places, label = joined.invars  # `logits[jnp.arange(rows), labels]`
+    # `logits[jnp.arange(rows), labels]`
+    places, label = [joined.invars[d] for d in others], joined.invars[layout.axis]
     counted = (_equals(_known(flow, v), place) for v, place in zip(places, np.indices(rows, np.int32), strict=True))
     return label if label.aval.size in sizes and all(counted) else None
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mpjax.casting.cross_entropy.labels import broadcast_of, number_of, scalar_of
+from mpjax.casting.cross_entropy.labels import Layout, broadcast_of, number_of, scalar_of
 from mpjax.casting.setting import tracked
 from mpjax.kernels.cross_entropy import Head
 from mpjax.program.dataflow import Dataflow
@@ -48,16 +47,25 @@ class Factor(NamedTuple):
     begin: int
 
 
+class Move(NamedTuple):
+    """An equation that moves logits, and the axis of the vocabulary before and after it."""
+
+    eqn: Any
+    axis: int
+    new: int
+
+
 class Path:
     """What is done to the product of a head up to what its loss reads: logits.
 
     Attributes:
         matmul: Its equation.
         swapped: Whether its first operand has the vocabulary.
+        axis: That of the vocabulary.
         vocabulary: The size of it.
         columns: Which of the weights these are; None for all.
         steps: What is done to the product, as in `Head`.
-        moves: The moves of rows between the product and the loss.
+        moves: The moves between the product and the loss, as `Move`.
         bias: The bias before it was broadcast; None without one.
         factor: What logits are multiplied or divided by, as `Factor`; None without any.
         padding: Which of the vocabulary are padding, as `Padding`; None without any.
@@ -65,13 +73,14 @@ class Path:
         stopped: The names of the operands that have no derivative, as those of a teacher.
     """
 
-    def __init__(self, flow: Dataflow, matmul: Any):
+    def __init__(self, flow: Dataflow, matmul: Any, other: bool = False):
         self.flow, self.matmul = flow, matmul
-        self.swapped = _weights_first(flow, matmul)
-        self.vocabulary = matmul.outvars[0].aval.shape[0 if self.swapped else -1]
+        self.swapped = _weights_first(flow, matmul) != other
+        self.axis = 0 if self.swapped else matmul.outvars[0].aval.ndim - 1
+        self.vocabulary = matmul.outvars[0].aval.shape[self.axis]
         self.columns: slice | None = None
         self.steps: list[tuple[str, float]] = []
-        self.moves: list[Any] = []
+        self.moves: list[Move] = []
         self.bias: Any = None
         self.factor: Factor | None = None
         self.padding: Padding | None = None
@@ -87,25 +96,23 @@ class Path:
                 break
             self.inside.append(eqn)
             v = eqn.outvars[0]
-        if self._is_first:
-            raise Refused("its vocabulary is not the last dimension of the logits")
         return v
 
-    @property
-    def _is_first(self) -> bool:
-        """Whether the vocabulary is still the first dimension: no transposition has moved it behind the rows."""
-        return self.swapped and not self.moves
+    def _move(self, eqn: Any, axis: int) -> bool:
+        self.moves.append(Move(eqn, self.axis, axis))
+        self.axis = axis
+        return True
 
     def _is_step(self, eqn: Any, v: Any) -> bool:
-        name, shape = eqn.primitive.name, v.aval.shape
+        name, layout = eqn.primitive.name, Layout(v.aval.shape, self.axis)
         other = next((x for x in eqn.invars if x is not v), None)
         if name in ("mul", "div") and other is not None and not (name == "div" and eqn.invars[0] is not v):
             factor = number_of(self.flow, other)
             if factor is None and self.factor is None and self.padding is None:
                 given = scalar_of(self.flow, other)
-                if given is None and not self._is_first:
-                    given = broadcast_of(self.flow, other, (*shape[:-1], 1))
-                self.factor = None if given is None else Factor(name, given, shape[:-1], len(self.moves))
+                if given is None:
+                    given = broadcast_of(self.flow, other, layout.of_row)
+                self.factor = None if given is None else Factor(name, given, layout.rows, len(self.moves))
                 self.steps += [] if given is None else [("factors", 0.0)]
                 return given is not None
             if factor is None or not math.isfinite(factor) or factor == 0:
@@ -120,34 +127,30 @@ class Path:
         if name == "stop_gradient":
             self.stopped = Head(tuple(self.steps)).floats
             return True
-        if name == "transpose" and eqn.params["permutation"][-1] == (0 if self._is_first else len(shape) - 1):
-            self.moves.append(eqn)
-            return True
-        if self._is_first:
-            return False
+        if name == "transpose":
+            return self._move(eqn, eqn.params["permutation"].index(self.axis))
         if name == "add" and other is not None and self.bias is None and self.padding is None:
-            self.bias = broadcast_of(self.flow, other, _one_row(shape))
+            self.bias = broadcast_of(self.flow, other, layout.of_vocabulary)
             self.steps += [] if self.bias is None else [("bias", 0.0)]
             return self.bias is not None
         if name == "select_n" and self.padding is None and (self.bias is None or self.steps[-1][0] == "bias"):
-            self.padding = self._as_padding(eqn, v)
+            self.padding = self._as_padding(eqn, v, layout)
             self.steps += [] if self.padding is None or self.bias is not None else [("bias", 0.0)]
             return self.padding is not None
-        if name in ("reshape", "squeeze") and eqn.outvars[0].aval.shape[-1:] == shape[-1:] and not _reorders(eqn):
-            self.moves.append(eqn)
-            return True
-        if name == "slice" and (self.columns is None or eqn.outvars[0].aval.shape[-1] == shape[-1]):
-            if (size := eqn.outvars[0].aval.shape[-1]) != shape[-1]:
-                starts, ends, strides = (eqn.params[of] for of in ("start_indices", "limit_indices", "strides"))
-                self.columns, self.vocabulary = slice(starts[-1], ends[-1], strides and strides[-1]), size
-            self.moves.append(eqn)
-            return True
+        shape = eqn.outvars[0].aval.shape
+        if name in ("reshape", "squeeze") and not _reorders(eqn) and (new := layout.reshaped(shape)) is not None:
+            return self._move(eqn, new.axis)
+        if name == "slice" and (self.columns is None or shape[self.axis] == self.vocabulary):
+            if (size := shape[self.axis]) != self.vocabulary:
+                limits = (eqn.params[of] for of in ("start_indices", "limit_indices", "strides"))
+                self.columns, self.vocabulary = slice(*(each and each[self.axis] for each in limits)), size
+            return self._move(eqn, self.axis)
         return False
 
-    def _as_padding(self, eqn: Any, v: Any) -> Padding | None:
+    def _as_padding(self, eqn: Any, v: Any, layout: Layout) -> Padding | None:
         """Logits with padding, whose number is so low that a logit added to it is lost in float32."""
         mask, *cases = eqn.invars
-        source = broadcast_of(self.flow, mask, _one_row(v.aval.shape)) if len(cases) == 2 else None
+        source = broadcast_of(self.flow, mask, layout.of_vocabulary) if len(cases) == 2 else None
         number = number_of(self.flow, cases[1] if cases[0] is v else cases[0])
         if source is None or number is None or number > _PADDING:
             return None
@@ -172,10 +175,6 @@ def _weights_first(flow: Dataflow, matmul: Any) -> bool:
     while len(readers := flow.readers.get(v, [])) == 1 and readers[0].primitive.name in ("mul", "div"):
         (v,) = readers[0].outvars
     return bool(w == 2 and (x > 2 or [eqn.primitive.name for eqn in readers] == ["transpose"]))
-
-
-def _one_row(shape: Sequence[int]) -> tuple[int, ...]:
-    return (*(1 for _ in shape[:-1]), shape[-1])
 
 
 def _reorders(reshape: Any) -> bool:

@@ -17,7 +17,8 @@ from mpjax.casting.classify import classify
 from mpjax.casting.cross_entropy.apart import apart, copied, in_order, renamed
 from mpjax.casting.cross_entropy.find import LossHead, losses
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY, HeadOptions
-from mpjax.casting.cross_entropy.path import Factor, Padding, Path
+from mpjax.casting.cross_entropy.labels import Layout
+from mpjax.casting.cross_entropy.path import Factor, Move, Padding, Path
 from mpjax.casting.setting import Setting
 from mpjax.kernels.cross_entropy import Head, Heads
 from mpjax.program import compat
@@ -64,13 +65,14 @@ def _fused(jaxpr: Any, setting: Setting) -> tuple[Any, list[tuple[Any, str]]]:
 def _written(jaxpr: Any, found: LossHead) -> Any:
     """A program with a loss from statistics in place of its logits."""
     new: list[Any] = []
+    rows = found.layout.rows
     like = found.paths[0].matmul
 
     def spliced(fun: Callable[..., Any], *operands: Any) -> Any:
         return _spliced(fun, operands, new, like)
 
     def label(y: Any, clipped: bool) -> Any:
-        y = y.reshape(found.shape).astype(np.int32)
+        y = y.reshape(rows).astype(np.int32)
         return jnp.clip(y, 0, found.vocabulary - 1) if clipped else y
 
     of_heads, contracted = [], []
@@ -83,7 +85,7 @@ def _written(jaxpr: Any, found: LossHead) -> Any:
     heads = Heads(tuple(Head(tuple(path.steps)) for path in found.paths), len(labels))
     operands = [*of_heads, *labels]
     width = sum(operands[n].aval.shape[dims[0]] for n, dims in zip(heads.places("x"), contracted, strict=True))
-    options = HeadOptions(heads, tuple(contracted), found.shape, found.vocabulary, width)
+    options = HeadOptions(heads, tuple(contracted), rows, found.vocabulary, width)
     outs = _results(options, operands)
     params = {"options": options}
     new.append(like.replace(primitive=CROSS_ENTROPY, invars=operands, outvars=[*outs], params=params))
@@ -94,7 +96,7 @@ def _written(jaxpr: Any, found: LossHead) -> Any:
                 outs[n] = spliced(functools.partial(_at_padding, path, padding), outs[n], y, padding.mask)
     results = {}
     for eqn, result, given in found.reads:
-        value = functools.partial(_value, found.shape, heads, len(outs), eqn, result)
+        value = functools.partial(_value, found.layout, heads, len(outs), eqn, result)
         made: list[Any] = []
         results[eqn.outvars[0]] = _spliced(value, [*outs, *given], made, eqn)
         new += made
@@ -121,13 +123,13 @@ def _operands(path: Path, spliced: Callable[..., Any]) -> tuple[list[Any], tuple
     return [x, w, *bias, *factors], (x.aval.ndim - 1, j)
 
 
-def _value(rows: Sequence[int], heads: Heads, count: int, eqn: Any, result: Callable[..., Any], *arrays: Any) -> Any:
+def _value(layout: Layout, heads: Heads, count: int, eqn: Any, result: Callable[..., Any], *arrays: Any) -> Any:
     """The result of an equation that reads logits, from their statistics and the values of rows that it takes."""
-    out = result(heads.of_results(arrays[:count]), *(y.reshape(rows) for y in arrays[count:]))
+    out = result(heads.of_results(arrays[:count]), *(y.reshape(layout.rows) for y in arrays[count:]))
     name, aval = eqn.primitive.name, eqn.outvars[0].aval
     out = out.astype(aval.dtype)
-    if name in _REDUCTIONS and (rows := eqn.params["axes"][:-1]):
-        out = _REDUCTIONS[name](out, rows)
+    if name in _REDUCTIONS:
+        out = _REDUCTIONS[name](out, [layout.place_of(d) for d in eqn.params["axes"] if d != layout.axis])
     return out.reshape(aval.shape)
 
 
@@ -157,7 +159,7 @@ def _columns(found: Path, y: Any, axis: int = 0) -> Any:
     return y[(slice(None),) * axis + (found.columns,)]
 
 
-def _factor(factor: Factor, moves: Sequence[Any], y: Any) -> Any:
+def _factor(factor: Factor, moves: Sequence[Move], y: Any) -> Any:
     """What logits are multiplied by, one number or one for each row, given what they are multiplied or divided by."""
     y = 1 / y if factor.how == "div" else y
     if compat.numel(factor.value.aval) == 1:
@@ -175,19 +177,19 @@ def _at_padding(found: Path, padding: Padding, logit: Any, label: Any, mask: Any
     return jnp.where(inside & (mask[label] == padding.where), np.float32(number), logit)
 
 
-def _moved(x: Any, moves: Iterable[Any]) -> Any:
-    """Rows after moves of the logits."""
-    for move in moves:
-        shape, params = move.outvars[0].aval.shape, move.params
-        if move.primitive.name == "transpose":
-            *rows, last = params["permutation"]
-            x = lax.transpose(x, [*(d - (last == 0) for d in rows), x.ndim - 1])
-        elif move.primitive.name == "slice":
-            ends = (*params["limit_indices"][:-1], x.shape[-1])
-            strides = params["strides"] and (*params["strides"][:-1], 1)
-            x = lax.slice(x, (*params["start_indices"][:-1], 0), ends, strides)
+def _moved(x: Any, moves: Iterable[Move]) -> Any:
+    """Rows after moves of the logits. Features, which are last, stay there."""
+    for eqn, axis, new in moves:
+        params, before = eqn.params, Layout(eqn.invars[0].aval.shape, axis)
+        if eqn.primitive.name == "transpose":
+            rows = (before.place_of(d) for d in params["permutation"] if d != axis)
+            x = lax.transpose(x, [*rows, x.ndim - 1])
+        elif eqn.primitive.name == "slice":
+            limits = (params[of] or [1] * x.ndim for of in ("start_indices", "limit_indices", "strides"))
+            starts, ends, strides = ([*each[:axis], *each[axis + 1 :]] for each in limits)
+            x = lax.slice(x, [*starts, 0], [*ends, x.shape[-1]], [*strides, 1])
         else:
-            x = x.reshape(*shape[:-1], x.shape[-1])
+            x = x.reshape(*Layout(eqn.outvars[0].aval.shape, new).rows, x.shape[-1])
     return x
 
 
