@@ -601,6 +601,17 @@ def test_a_loss_whose_logits_are_read_stays_as_it_is(loss):
     assert programs[0] == programs[1]
 
 
+def test_a_teacher_of_one_of_two_temperatures_is_no_loss_of_its_own():
+    """It comes before the student's second temperature, and was listed as unfused."""
+
+    def loss(params, x, y):
+        logits, soft = logits_of(params, x), jax.lax.stop_gradient(jax.nn.softmax(teacher_of(params, x) / 2))
+        hard = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+        return hard + 4 * optax.softmax_cross_entropy(logits / 2, soft).mean()
+
+    assert [row.op for row in rows(loss, *arguments())] == ["fused_cross_entropy"] * 2
+
+
 def test_what_is_read_of_the_logits_may_be_returned():
     """Autocast raised a KeyError: the results of the program were not those of the walk."""
 

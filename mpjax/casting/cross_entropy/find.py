@@ -314,6 +314,7 @@ def _total(shift: Sequence[tuple[str, Any]], rows: Iterator[Any]) -> Any:
 def losses(flow: Dataflow) -> Iterator[tuple[Any, LossHead | str]]:
     """The matmuls whose results are reduced like the logits of a loss, each with its head or why it stays."""
     done: set[int] = set()
+    refused: list[tuple[Any, str]] = []
     for eqn in flow.eqns:
         if is_head(flow, eqn):
             if id(eqn) in done:
@@ -325,9 +326,10 @@ def losses(flow: Dataflow) -> Iterator[tuple[Any, LossHead | str]]:
                 yield eqn, head
             except Refused as why:
                 if head.is_loss or head.has_exponentials() or is_normalised(flow, eqn.outvars[0]):
-                    yield eqn, str(why)
+                    refused.append((eqn, str(why)))
         elif multiplies_rows(eqn) and all(map(is_half, eqn.invars)) and is_normalised(flow, eqn.outvars[0]):
             yield eqn, "the program casts its operands to half itself: autocast does so, if they are float32"
+    yield from ((eqn, why) for eqn, why in refused if id(eqn) not in done)  # A later head may be the other of a pair.
 
 
 def _searched(flow: Dataflow, head: LossHead) -> LossHead:
