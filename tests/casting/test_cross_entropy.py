@@ -354,6 +354,40 @@ def of_columns(params, x, y):
     return jnp.mean(jax.nn.logsumexp(logits, 0) - taken) + 0.1 * jnp.max(logits)
 
 
+def masked_twice(params, x, y):
+    """A mask that is computed for each token, one for each word, and labels in both."""
+    logits = logits_of(params, x) + params[2] + jnp.sin(params[2])
+    logits = jnp.where(jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) < V - 5, logits, -1e9)
+    logits = jnp.where((jnp.arange(V) % 7 == 3)[None, None], jnp.finfo(jnp.float32).min, logits) / 0.7
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, y.at[0, 0].set(V - 2).at[0, 1].set(10))
+    return jnp.mean(jnp.minimum(losses, 30.0))
+
+
+def without_words(params, x, y):
+    """Generation's list of words, a word, and the end of the vocabulary, before a bias."""
+    logits = logits_of(params, x).at[..., jnp.array([1, 5, -9])].set(-jnp.inf).at[..., 0].set(-1e9)
+    log_p = jax.nn.log_softmax(logits.at[:, :, V - 5 :].set(-jnp.inf) + params[2])
+    picked = jnp.take_along_axis(log_p, y.at[0, 0].set(5).at[0, 1].set(0)[..., None], -1)
+    return -jnp.mean(jnp.maximum(picked, -30.0)) - 0.1 * jnp.mean(jnp.exp(log_p).max(-1))
+
+
+def masked_where(params, x, y):
+    """`where=` masks logits, their exponentials and the result."""
+    mask = jax.lax.broadcasted_iota(jnp.int32, (B, T, V), 2) < V - 5
+    logits, others = (x @ w for w in (params[0], params[1].T))
+    log_p = jax.nn.log_softmax(logits + params[2], where=mask)
+    p = jax.nn.softmax(others, where=jnp.arange(V) % 5 > 0)
+    picked, taken = (jnp.take_along_axis(q, y.at[0, 0].set(V - 4)[..., None], -1) for q in (log_p, p))
+    return -jnp.mean(jnp.maximum(picked, -30.0)) - jnp.mean(jnp.log(taken + 0.1))
+
+
+def masked_where_in_columns(params, x, y):
+    table = params[1]
+    logits = jnp.einsum("vd,btd->bvt", table, x).at[:, jnp.array([2, 3])].set(-jnp.inf)
+    log_p = jax.nn.log_softmax(logits, 1, where=(jnp.arange(V) < V - 5)[:, None])
+    return -jnp.mean(jnp.maximum(jnp.take_along_axis(log_p, y[:, None], 1), -30.0))
+
+
 def both_ways(params, x, y):
     """CLIP's two losses: columns are rows of another matmul."""
     _, table, b = params
@@ -445,6 +479,7 @@ LOSSES = {
         weighted_in_the_labels, weighted_by_learned_weights, focal,
         with_an_entropy, with_an_entropy_of_logits, of_probabilities, margin, shifted_with_a_gradient,
         stopped_metrics, both_ways, of_parts, at_two_temperatures, at_a_temperature_of_each_row,
+        masked_twice, without_words, masked_where, masked_where_in_columns,
         without_columns, padded_and_without_columns, at_the_diagonal, of_the_second_axis, of_a_middle_axis, of_columns,
         distilled, distilled_on_policy, distilled_by_optax, of_soft_labels, near_a_reference, poly, mixed_up,
     )
@@ -575,7 +610,41 @@ def of_both_axes(params, x, y):
     return -jnp.mean(jnp.take_along_axis(log_p, y.reshape(1, -1) % (B * T), 0))
 
 
+def masked_by_token(params, x, y):
+    mask = jnp.arange(V) + y[..., None] < V
+    return optax.softmax_cross_entropy_with_integer_labels(jnp.where(mask, logits_of(params, x), -1e9), y).mean()
+
+
+def without_a_word_of_a_row(params, x, y):
+    logits = logits_of(params, x).at[0, :, 3].set(-jnp.inf)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+def masked_by_little(params, x, y):
+    """Logits are not lost in this number."""
+    logits = jnp.where(jnp.arange(V) < V - 5, logits_of(params, x), -1e4)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+def masked_where_and_elsewhere(params, x, y):
+    """Another mask than that of the softmax."""
+    log_p = jax.nn.log_softmax(logits_of(params, x), where=jnp.arange(V) < V - 5)
+    log_p = jnp.where(jnp.arange(V) > 3, log_p, -jnp.inf)
+    return -jnp.mean(jnp.maximum(jnp.take_along_axis(log_p, y[..., None], -1), -30.0))
+
+
+def masked_in_the_sum_alone(params, x, y):
+    logits = logits_of(params, x)
+    taken = jnp.take_along_axis(logits, y[..., None], -1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, -1, where=jnp.arange(V) < V - 5) - taken)
+
+
 REFUSED = {
+    masked_by_token: "read by select_n",
+    without_a_word_of_a_row: "read by scatter (test_cross_entropy.py:",
+    masked_by_little: "read by select_n",
+    masked_where_and_elsewhere: "read by select_n",
+    masked_in_the_sum_alone: "read by select_n",
     of_the_tokens: "read by reduce_max",
     of_both_axes: "read by gather",
     of_labels_as_integers: "read by mul (test_cross_entropy.py:",
@@ -685,7 +754,7 @@ def labels_of_all(params, x, y):
     "loss",
     [
         log_softmax, integer_labels, one_hot, smoothed, biased_and_cold, padded_vocabulary, labels_of_all,
-        at_a_learned_temperature,
+        at_a_learned_temperature, masked_twice, without_words,
     ],
 )  # fmt: skip
 def test_tokens_may_be_shared_in_a_shard_map_that_checks_axes(loss):

@@ -8,6 +8,7 @@ from typing import Any
 
 from mpjax.casting.cross_entropy.labels import number_of, scalar_of
 from mpjax.casting.cross_entropy.path import Path, Refused, is_head
+from mpjax.casting.cross_entropy.repeated import mask_of
 from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow, live_equations, variables
 from mpjax.program.primitives import Op, primitive
@@ -19,7 +20,7 @@ NORMALISING = ("exp", "reduce_sum", "log")
 
 def apart(jaxpr: Any) -> tuple[Any, frozenset[Any]]:
     """A program with a matmul of its own for each scale, layout or part of logits that is read, and their products."""
-    jaxpr = _with_one_argmax(jaxpr)
+    jaxpr = _with_one_argmax(_with_one_mask(jaxpr))
     flow = Dataflow(live_equations(jaxpr), jaxpr.outvars)
     copies: dict[int, tuple[list[Any], dict[Any, Any]]] = {}
     products: set[Any] = set()
@@ -41,6 +42,19 @@ def apart(jaxpr: Any) -> tuple[Any, frozenset[Any]]:
         before, names = copies.get(id(eqn), ([], {}))
         eqns += [*before, eqn.replace(invars=renamed(eqn.invars, names))]
     return jaxpr.replace(eqns=eqns), frozenset(products)
+
+
+def _with_one_mask(jaxpr: Any) -> Any:
+    """A program that masks each array once, which `jax.nn.log_softmax(logits, where=mask)` masks twice."""
+    flow = Dataflow(jaxpr.eqns)
+    first: dict[Any, Any] = {}
+    names: dict[Any, Any] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "select_n":
+            for x in variables(eqn.invars[1:]):
+                key = x, *mask_of(flow, eqn, x)
+                names[eqn.outvars[0]] = first.setdefault(key, eqn.outvars[0])
+    return jaxpr.replace(eqns=[eqn.replace(invars=renamed(eqn.invars, names)) for eqn in jaxpr.eqns])
 
 
 def _with_one_argmax(jaxpr: Any) -> Any:

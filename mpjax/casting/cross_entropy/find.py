@@ -20,6 +20,7 @@ from mpjax.casting.cross_entropy.apart import NORMALISING, is_normalised
 from mpjax.casting.cross_entropy.kinds import ONE, Logits, Product, Sum, Underflow, multiplied, terms_of
 from mpjax.casting.cross_entropy.labels import Labels, Layout, broadcast_of, gathered, labels_of, number_of, scaled
 from mpjax.casting.cross_entropy.path import Path, Refused, is_head, multiplies_rows
+from mpjax.casting.cross_entropy.repeated import mask_of
 from mpjax.casting.setting import tracked
 from mpjax.kernels.cross_entropy import Statistics
 from mpjax.program import compat
@@ -57,8 +58,8 @@ class LossHead:
         self.sums: set[Any] = set()  # sums of exponentials
         self.is_loss = False  # Whether the largest of each row is read, as a softmax does.
 
-    def search(self) -> None:
-        """Follows the logits to all that reads them.
+    def search(self) -> LossHead:
+        """Follows the logits to all that reads them. Returns the head.
 
         Raises:
             Refused: Something reads more than statistics of rows.
@@ -79,12 +80,13 @@ class LossHead:
             raise Refused("nothing sums their exponentials")
         given = [y for y, _ in self.labels]
         for path in self.paths:
-            given += [path.bias, path.factor and path.factor.value, path.padding and path.padding.mask]
+            given += [*([path.factor.value] if path.factor else []), *path.arrays]
         for path in self.paths:
-            if self.flow.depends([v for v in given if v is not None], path.matmul.outvars[0]):
+            if self.flow.depends(given, path.matmul.outvars[0]):
                 raise Refused("its labels follow from its own logits")
             if any(compat.is_explicit(v.aval) for v in path.matmul.invars):
                 raise Refused("its arrays are on a mesh with explicit axes: jax.sharding.auto_axes around the loss")
+        return self
 
     def has_exponentials(self) -> bool:
         return any(isinstance(kind, Product) and kind.exponentials is not None for kind in self.known.values())
@@ -151,6 +153,8 @@ class LossHead:
             case "select_n", [Underflow(head), Logits(_, i) as kind, None] if head == i:
                 if number_of(self.flow, ins[2]) == 0:
                     return kind._replace(guarded=True)
+            case "select_n", [None, *cases] if any(map(self._is_masked, (eqn, eqn), ins[1:], cases)):
+                return next(kind for kind in cases if kind is not None)
             case "neg", [kind]:
                 product = multiplied(kind, Labels((), -1.0))
             case "mul" | "div", [kind, None]:
@@ -204,7 +208,7 @@ class LossHead:
     def _is_summed(self, kind: Any) -> bool:
         """Whether a sum of products over the vocabulary follows from statistics."""
         return bool(terms_of(kind)) and all(
-            not logits.guarded and (self.paths[logits.head].padding is None or labels.rest == 0)
+            not logits.guarded and (not self.paths[logits.head].is_padded or labels.rest == 0)
             if exponentials is None
             else not logits.guarded or logits.head == exponentials.head
             for labels, exponentials, logits in terms_of(kind)
@@ -218,6 +222,16 @@ class LossHead:
         sources = (self.flow.source(w, _only_moves) for how, w in kind.labels.weights if how == "div")
         positive = len(kind.labels.weights) == sum(w in self.sums for w in sources)
         return bool(kind.is_exponential and kind.labels.rest > 0 and positive)
+
+    def _is_masked(self, eqn: Any, x: Any, kind: Any) -> bool:
+        """Whether a select leaves logits as they are, which are -inf elsewhere, or exponentials, which are 0 there."""
+        plain = isinstance(kind, Logits)
+        if not plain and not (isinstance(kind, Product) and kind.is_exponential):
+            return False
+        path = self.paths[terms_of(kind)[0].heads[0]]
+        *mask, number = mask_of(self.flow, eqn, x)
+        ends = path.steps[-1:] == [("bias", 0.0)] and path.mask == (*mask, -np.inf)
+        return bool(ends and number == (-np.inf if plain else 0))
 
     def _scaled(self, kind: Any, how: str, by: Any) -> Any:
         """Products, multiplied or divided by a number or by what is the same in a row; None if it is neither."""
@@ -340,17 +354,14 @@ def _searched(flow: Dataflow, head: LossHead) -> LossHead:
     """
     (path,) = head.paths
     try:
-        head.search()
-        return head
+        return head.search()
     except Refused as why:
         try:
             return _pair(flow, head, why)
         except Refused:
             if path.matmul.outvars[0].aval.ndim == 2:
-                other = LossHead(flow, Path(flow, path.matmul, other=True))
                 with contextlib.suppress(Refused):
-                    other.search()
-                    return other
+                    return LossHead(flow, Path(flow, path.matmul, other=True)).search()
             raise
 
 
@@ -366,9 +377,7 @@ def _pair(flow: Dataflow, head: LossHead, why: Refused) -> LossHead:
     other = next((eqn for eqn in makers if eqn is not first and is_head(flow, eqn)), None)
     if other is None:
         raise why
-    pair = LossHead(flow, Path(flow, first), Path(flow, other))
-    pair.search()
-    return pair
+    return LossHead(flow, Path(flow, first), Path(flow, other)).search()
 
 
 def _derived_operands(eqn: Any) -> list[Any]:

@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from mpjax.casting.cross_entropy.labels import Layout, broadcast_of, number_of, scalar_of
+from mpjax.casting.cross_entropy.repeated import Repeated, computed, mask_of
 from mpjax.casting.setting import tracked
 from mpjax.kernels.cross_entropy import Head
 from mpjax.program.dataflow import Dataflow
@@ -23,18 +24,6 @@ class Refused(Exception):
         self.eqn = eqn
 
 
-class Padding(NamedTuple):
-    """A mask over the vocabulary, whether it is true at the padding, and the number that stands there for logits.
-
-    `begin` is the number of steps before it.
-    """
-
-    mask: Any
-    where: bool
-    number: float
-    begin: int
-
-
 class Factor(NamedTuple):
     """What logits are multiplied or divided by: how, and a variable with one number, or one for each row.
 
@@ -47,14 +36,6 @@ class Factor(NamedTuple):
     begin: int
 
 
-class Move(NamedTuple):
-    """An equation that moves logits, and the axis of the vocabulary before and after it."""
-
-    eqn: Any
-    axis: int
-    new: int
-
-
 class Path:
     """What is done to the product of a head up to what its loss reads: logits.
 
@@ -65,10 +46,13 @@ class Path:
         vocabulary: The size of it.
         columns: Which of the weights these are; None for all.
         steps: What is done to the product, as in `Head`.
-        moves: The moves between the product and the loss, as `Move`.
-        bias: The bias before it was broadcast; None without one.
+        moves: The equations that move logits between the product and the loss, each with the axis before and after it.
+        base: The logits to which biases are added, or over which the numbers of padding are written; None without any.
+        added: A row of these after it, as what is repeated.
+        end, sizes: The logits after it, and the sizes of a row of it.
+        is_padded: Whether numbers stand for some of the logits.
+        mask: Where they do, as `mask_of` finds it, if `end` is masked; else None.
         factor: What logits are multiplied or divided by, as `Factor`; None without any.
-        padding: Which of the vocabulary are padding, as `Padding`; None without any.
         inside: The equations that the statistics replace.
         stopped: The names of the operands that have no derivative, as those of a teacher.
     """
@@ -80,12 +64,20 @@ class Path:
         self.vocabulary = matmul.outvars[0].aval.shape[self.axis]
         self.columns: slice | None = None
         self.steps: list[tuple[str, float]] = []
-        self.moves: list[Move] = []
-        self.bias: Any = None
+        self.moves: list[tuple[Any, int, int]] = []
+        self.base: Any = None
+        self.added, self.end = Repeated(lambda row: row), None
+        self.sizes: tuple[int, ...] = ()
+        self.is_padded = False
+        self.mask: Any = None
         self.factor: Factor | None = None
-        self.padding: Padding | None = None
         self.inside: list[Any] = [matmul]
         self.stopped: tuple[str, ...] = ()
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The variables of what is added."""
+        return [v for v in self.added.of if v is not self.base]
 
     def logits(self) -> Any:
         """The logits after scales, bias, cap and moves of their rows: the last value with a single reader."""
@@ -99,7 +91,7 @@ class Path:
         return v
 
     def _move(self, eqn: Any, axis: int) -> bool:
-        self.moves.append(Move(eqn, self.axis, axis))
+        self.moves.append((eqn, self.axis, axis))
         self.axis = axis
         return True
 
@@ -108,7 +100,7 @@ class Path:
         other = next((x for x in eqn.invars if x is not v), None)
         if name in ("mul", "div") and other is not None and not (name == "div" and eqn.invars[0] is not v):
             factor = number_of(self.flow, other)
-            if factor is None and self.factor is None and self.padding is None:
+            if factor is None and self.factor is None and not self.is_padded:
                 given = scalar_of(self.flow, other)
                 if given is None:
                     given = broadcast_of(self.flow, other, layout.of_row)
@@ -129,14 +121,8 @@ class Path:
             return True
         if name == "transpose":
             return self._move(eqn, eqn.params["permutation"].index(self.axis))
-        if name == "add" and other is not None and self.bias is None and self.padding is None:
-            self.bias = broadcast_of(self.flow, other, layout.of_vocabulary)
-            self.steps += [] if self.bias is None else [("bias", 0.0)]
-            return self.bias is not None
-        if name == "select_n" and self.padding is None and (self.bias is None or self.steps[-1][0] == "bias"):
-            self.padding = self._as_padding(eqn, v, layout)
-            self.steps += [] if self.padding is None or self.bias is not None else [("bias", 0.0)]
-            return self.padding is not None
+        if self._adds(eqn, v, layout):
+            return True
         shape = eqn.outvars[0].aval.shape
         if name in ("reshape", "squeeze") and not _reorders(eqn) and (new := layout.reshaped(shape)) is not None:
             return self._move(eqn, new.axis)
@@ -147,14 +133,27 @@ class Path:
             return self._move(eqn, self.axis)
         return False
 
-    def _as_padding(self, eqn: Any, v: Any, layout: Layout) -> Padding | None:
-        """Logits with padding, whose number is so low that a logit added to it is lost in float32."""
-        mask, *cases = eqn.invars
-        source = broadcast_of(self.flow, mask, layout.of_vocabulary) if len(cases) == 2 else None
-        number = number_of(self.flow, cases[1] if cases[0] is v else cases[0])
-        if source is None or number is None or number > _PADDING:
-            return None
-        return Padding(source, cases[0] is v, number, len(self.steps))
+    def _adds(self, eqn: Any, v: Any, layout: Layout) -> bool:
+        """Whether an equation adds the same to all rows, or writes a number over the same elements of each.
+
+        The number is so low that a logit added to it is lost in float32.
+        """
+        name, others = eqn.primitive.name, [x for x in eqn.invars if x is not v]
+        if len(others) != {"add": 1, "select_n": 2, "scatter": 2}.get(name):
+            return False
+        number = None if name == "add" else number_of(self.flow, others[-1])
+        low = name == "add" or (number is not None and number <= _PADDING)
+        known = {v: Repeated(lambda row: row, (v,))} if self.base is None else {self.end: self.added}
+        found = computed(self.flow, eqn, layout, known) if low and v in known else None
+        if found is None:
+            return False
+        if self.base is None:
+            self.base, self.sizes = v, layout.of_vocabulary
+            self.steps.append(("bias", 0.0))
+        self.added, self.end = found, eqn.outvars[0]
+        self.is_padded |= number is not None
+        self.mask = mask_of(self.flow, eqn, v) if name == "select_n" else None
+        return True
 
 
 def is_head(flow: Dataflow, eqn: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from mpjax.casting.cross_entropy.apart import apart, copied, in_order, renamed
 from mpjax.casting.cross_entropy.find import LossHead, losses
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY, HeadOptions
 from mpjax.casting.cross_entropy.labels import Layout
-from mpjax.casting.cross_entropy.path import Factor, Move, Padding, Path
+from mpjax.casting.cross_entropy.path import Factor, Path
 from mpjax.casting.setting import Setting
 from mpjax.kernels.cross_entropy import Head, Heads
 from mpjax.program import compat
@@ -90,10 +89,9 @@ def _written(jaxpr: Any, found: LossHead) -> Any:
     params = {"options": options}
     new.append(like.replace(primitive=CROSS_ENTROPY, invars=operands, outvars=[*outs], params=params))
     for i, path in enumerate(found.paths):
-        padding = path.padding
-        if padding is not None:
+        if path.is_padded:
             for n, y in zip(heads.at(i), labels, strict=True):
-                outs[n] = spliced(functools.partial(_at_padding, path, padding), outs[n], y, padding.mask)
+                outs[n] = spliced(functools.partial(_at_padding, path), outs[n], y, *path.arrays)
     results = {}
     for eqn, result, given in found.reads:
         value = functools.partial(_value, found.layout, heads, len(outs), eqn, result)
@@ -116,8 +114,7 @@ def _operands(path: Path, spliced: Callable[..., Any]) -> tuple[list[Any], tuple
         w = spliced(functools.partial(_columns, path, axis=1 - j), w)
     if i < x.aval.ndim - 1 or path.moves:
         x = spliced(lambda x: _moved(jnp.moveaxis(x, i, -1), path.moves), x)
-    added = [v for v in (path.bias, path.padding and path.padding.mask) if v is not None]
-    bias = [spliced(functools.partial(_bias, path), *added)] if added else []
+    bias = [] if path.base is None else [spliced(functools.partial(_added, path, 0.0), *path.arrays)]
     factor = path.factor
     factors = [] if factor is None else [spliced(functools.partial(_factor, factor, path.moves), factor.value)]
     return [x, w, *bias, *factors], (x.aval.ndim - 1, j)
@@ -143,13 +140,11 @@ def _results(options: HeadOptions, operands: Sequence[Any]) -> list[Any]:
     return [compat.new_variable(v) for v in compat.open_jaxpr(traced.jaxpr).jaxpr.outvars]
 
 
-def _bias(found: Path, *added: Any) -> Any:
-    """What is added to the logits of each row: the bias, and what makes logits of padding negligible."""
-    of_columns = [_columns(found, jnp.ravel(y)) for y in added]
-    total = 0.0 if found.bias is None else of_columns[0]
-    if found.padding is None:
-        return total
-    return jnp.where(of_columns[-1] == found.padding.where, np.float32(found.padding.number), total)
+def _added(path: Path, base: float, *arrays: Any) -> Any:
+    """A row after what is added to each row of logits, or written over it, given what it is before."""
+    rest, row = iter(arrays), jnp.full(path.sizes, base, np.float32)
+    added = path.added.make(*(row if v is path.base else next(rest) for v in path.added.of))
+    return _columns(path, added.ravel())
 
 
 def _columns(found: Path, y: Any, axis: int = 0) -> Any:
@@ -159,7 +154,7 @@ def _columns(found: Path, y: Any, axis: int = 0) -> Any:
     return y[(slice(None),) * axis + (found.columns,)]
 
 
-def _factor(factor: Factor, moves: Sequence[Move], y: Any) -> Any:
+def _factor(factor: Factor, moves: Sequence[Any], y: Any) -> Any:
     """What logits are multiplied by, one number or one for each row, given what they are multiplied or divided by."""
     y = 1 / y if factor.how == "div" else y
     if compat.numel(factor.value.aval) == 1:
@@ -167,17 +162,17 @@ def _factor(factor: Factor, moves: Sequence[Move], y: Any) -> Any:
     return _moved(y.reshape(*factor.rows, 1), moves[factor.begin :]).reshape(-1)
 
 
-def _at_padding(found: Path, padding: Padding, logit: Any, label: Any, mask: Any) -> Any:
+def _at_padding(path: Path, logit: Any, label: Any, *arrays: Any) -> Any:
     """The logit at a label: that of padding is a number, after the steps that follow it, without a derivative."""
-    number = padding.number
-    for kind, by in found.steps[padding.begin + (found.bias is None) :]:
-        number = number * by if kind == "scale" else by * math.tanh(number / by)
-    mask = _columns(found, jnp.ravel(mask))
-    inside = (label >= 0) & (label < mask.size)
-    return jnp.where(inside & (mask[label] == padding.where), np.float32(number), logit)
+    row = _added(path, np.inf, *arrays)
+    inside = (label >= 0) & (label < row.size) & (row[label] < 0)
+    number = jnp.where(inside, row[label], 0)
+    for kind, by in path.steps[path.steps.index(("bias", 0.0)) + 1 :]:
+        number = number * by if kind == "scale" else by * jnp.tanh(number / by)
+    return jnp.where(inside, number, logit)
 
 
-def _moved(x: Any, moves: Iterable[Move]) -> Any:
+def _moved(x: Any, moves: Iterable[Any]) -> Any:
     """Rows after moves of the logits. Features, which are last, stay there."""
     for eqn, axis, new in moves:
         params, before = eqn.params, Layout(eqn.invars[0].aval.shape, axis)
