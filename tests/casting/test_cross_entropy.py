@@ -269,6 +269,14 @@ def with_an_entropy(params, x, y):
     return -jnp.mean(jnp.take_along_axis(log_p, y[..., None], -1)[..., 0]) - 0.3 * jnp.mean(entropy**2)
 
 
+def with_an_entropy_without_zeros(params, x, y):
+    """Distrax's entropy."""
+    log_p = jax.nn.log_softmax(jnp.where(jnp.arange(V) < V - 5, logits_of(params, x), -1e9))
+    p = jnp.exp(log_p)
+    entropy = -jnp.sum(jnp.where(p == 0, 0.0, p * log_p), -1)
+    return -jnp.mean(jnp.take_along_axis(log_p, y[..., None] % (V - 5), -1)) - 0.3 * jnp.mean(entropy)
+
+
 def with_an_entropy_of_logits(params, x, y):
     logits = jnp.where(jnp.arange(V) < V - 5, logits_of(params, x) + params[2], -1e9)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, y % (V - 5))
@@ -477,7 +485,8 @@ LOSSES = {
         padded_vocabulary, padded_and_biased, labels_in_the_padding, padded_then_scaled_and_capped,
         summed_at_once, contracted, named_and_divided_by_a_root, at_a_learned_temperature, biased_scaled_and_capped,
         weighted_in_the_labels, weighted_by_learned_weights, focal,
-        with_an_entropy, with_an_entropy_of_logits, of_probabilities, margin, shifted_with_a_gradient,
+        with_an_entropy, with_an_entropy_of_logits, with_an_entropy_without_zeros,
+        of_probabilities, margin, shifted_with_a_gradient,
         stopped_metrics, both_ways, of_parts, at_two_temperatures, at_a_temperature_of_each_row,
         masked_twice, without_words, masked_where, masked_where_in_columns,
         without_columns, padded_and_without_columns, at_the_diagonal, of_the_second_axis, of_a_middle_axis, of_columns,
@@ -548,6 +557,14 @@ def test_a_loss_stores_no_logits_and_is_as_exact_as_today(name, policy, monkeypa
 def of_the_row_before(params, x, y):
     log_p = jax.nn.log_softmax(logits_of(params, x))
     return -jnp.mean(log_p[jnp.arange(B)[:, None], (jnp.arange(T)[None] + 1) % T, y])
+
+
+def with_other_zeros(params, x, y):
+    """They are 1 where there is no probability."""
+    log_p = jax.nn.log_softmax(logits_of(params, x))
+    p = jnp.exp(log_p)
+    entropy = -jnp.sum(jnp.where(p == 0, 1.0, p * log_p), -1)
+    return -jnp.mean(jnp.take_along_axis(log_p, y[..., None], -1)) - 0.3 * jnp.mean(entropy)
 
 
 def returned(params, x, y):
@@ -640,6 +657,7 @@ def masked_in_the_sum_alone(params, x, y):
 
 
 REFUSED = {
+    with_other_zeros: "read by select_n",
     masked_by_token: "read by select_n",
     without_a_word_of_a_row: "read by scatter (test_cross_entropy.py:",
     masked_by_little: "read by select_n",

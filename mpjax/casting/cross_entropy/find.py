@@ -150,9 +150,9 @@ class LossHead:
                 return kind._replace(shift=(*shift, *weights))
             case "eq", [Product(_, Logits(), None) as kind, None] if number_of(self.flow, ins[1]) == 0:
                 product = Underflow(kind.heads[0]) if kind.is_exponential else None
-            case "select_n", [Underflow(head), Logits(_, i) as kind, None] if head == i:
+            case "select_n", [Underflow(head), Logits(_, i) | Product(_, Logits(_, i)) as kind, None] if head == i:
                 if number_of(self.flow, ins[2]) == 0:
-                    return kind._replace(guarded=True)
+                    return kind._replace(guarded=True) if isinstance(kind, Logits) else kind
             case "select_n", [None, *cases] if any(map(self._is_masked, (eqn, eqn), ins[1:], cases)):
                 return next(kind for kind in cases if kind is not None)
             case "neg", [kind]:
