@@ -559,6 +559,12 @@ def of_the_row_before(params, x, y):
     return -jnp.mean(log_p[jnp.arange(B)[:, None], (jnp.arange(T)[None] + 1) % T, y])
 
 
+def of_heads_in_a_batch(params, x, y):
+    """Two predictions of each token, by a matrix of their own."""
+    logits = jax.vmap(lambda w: x @ w)(jnp.stack([params[0], params[1].T]))
+    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.stack([y, (y + 1) % V])).mean()
+
+
 def with_other_zeros(params, x, y):
     """They are 1 where there is no probability."""
     log_p = jax.nn.log_softmax(logits_of(params, x))
@@ -657,6 +663,7 @@ def masked_in_the_sum_alone(params, x, y):
 
 
 REFUSED = {
+    of_heads_in_a_batch: "its rows do not share one matrix of weights",
     with_other_zeros: "read by select_n",
     masked_by_token: "read by select_n",
     without_a_word_of_a_row: "read by scatter (test_cross_entropy.py:",

@@ -341,8 +341,11 @@ def losses(flow: Dataflow) -> Iterator[tuple[Any, LossHead | str]]:
             except Refused as why:
                 if head.is_loss or head.has_exponentials() or is_normalised(flow, eqn.outvars[0]):
                     refused.append((eqn, str(why)))
-        elif multiplies_rows(eqn) and all(map(is_half, eqn.invars)) and is_normalised(flow, eqn.outvars[0]):
-            yield eqn, "the program casts its operands to half itself: autocast does so, if they are float32"
+        elif eqn.primitive.name == "dot_general" and is_normalised(flow, eqn.outvars[0]):
+            if multiplies_rows(eqn) and all(map(is_half, eqn.invars)):
+                yield eqn, "the program casts its operands to half itself: autocast does so, if they are float32"
+            elif not multiplies_rows(eqn):
+                yield eqn, "its rows do not share one matrix of weights"
     yield from ((eqn, why) for eqn, why in refused if id(eqn) not in done)  # A later head may be the other of a pair.
 
 
