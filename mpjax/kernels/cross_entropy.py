@@ -28,13 +28,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from mpjax.kernels.derivatives import mapped_size, same_axes, vary_as
 from mpjax.kernels.families import Family, primitives
 from mpjax.program import compat
 
-# The logits of a block that exist at once.
-_BLOCK = 2**27
+# The logits of a block that exist at once. On a TPU, more of them take more memory than they save in bytes moved.
+_BLOCK, _BLOCK_OF_TPUS = 2**27, 2**26
 # The rows of a program that is exported for any number of them.
 _ROWS = 2**13
 # The most parts of a vocabulary, and so the most devices that may share it.
@@ -155,10 +156,10 @@ def _adjusted(product: Any, bias: Any, factors: Any, head: Head) -> Any:
     return product
 
 
-def _parts_and_blocks(rows: Any, vocabulary: int, heads: int) -> tuple[int, int]:
+def _parts_and_blocks(rows: Any, vocabulary: int, heads: int, size: int) -> tuple[int, int]:
     """The number of parts, and of blocks: if one near it divides a part, no two blocks overlap."""
     rows = heads * (rows if isinstance(rows, int) else _ROWS)
-    least = max(1, -(-rows * vocabulary // _BLOCK))
+    least = max(1, -(-rows * vocabulary // size))
     few = min(math.gcd(vocabulary, _PARTS), max(1, vocabulary // (_PIECE * least)))
     choices = [n for n in (64, 32, 16, 8, 4, 2, 1) if n <= few and vocabulary % n == 0]
     for blocks in range(least, 2 * least):
@@ -174,10 +175,10 @@ class _Walk:
     Arrays over the vocabulary have two axes for it: [parts, places in a part].
     """
 
-    def __init__(self, operands: Sequence[Mapping[str, Any]], heads: Heads):
+    def __init__(self, operands: Sequence[Mapping[str, Any]], heads: Heads, size: int | None):
         self.operands, self.heads = operands, heads.heads
         self.rows, self.vocabulary = operands[0]["x"].shape[0], operands[0]["w"].shape[1]
-        parts, count = _parts_and_blocks(self.rows, self.vocabulary, len(operands))
+        parts, count = _parts_and_blocks(self.rows, self.vocabulary, len(operands), size or _BLOCK)
         self.shape = (parts, self.vocabulary // parts)
         self.size = -(-self.shape[1] // count)
         self.starts = np.minimum(np.arange(count) * self.size, self.shape[1] - self.size).astype(np.int32)
@@ -250,9 +251,9 @@ def _weighted(exponentials: Any, logits: Any) -> Any:
     return exponentials * jnp.where(exponentials > 0, logits, 0)
 
 
-def _forward_program(*arrays: Any, head: Heads) -> list[Any]:
+def _forward_program(*arrays: Any, head: Heads, block: int | None = None) -> list[Any]:
     operands, labels, _ = _parts(arrays, head)
-    walk = _Walk(operands, head)
+    walk = _Walk(operands, head, block)
 
     def read(carry: Any, logits: Any, blocks: Sequence[Any], columns: Any, new: Any) -> Any:
         best, largest, summed, total, weighted, at = carry
@@ -285,9 +286,9 @@ def _forward_program(*arrays: Any, head: Heads) -> list[Any]:
     return [jnp.stack([best for best, *_ in found], -1), *outs]
 
 
-def _backward_program(*arrays: Any, head: Heads, wrt: tuple[str, ...]) -> list[Any]:
+def _backward_program(*arrays: Any, head: Heads, wrt: tuple[str, ...], block: int | None = None) -> list[Any]:
     operands, labels, (best, *rest) = _parts(arrays, head)
-    walk, kept, n = _Walk(operands, head), iter(rest), len(operands)
+    walk, kept, n = _Walk(operands, head, block), iter(rest), len(operands)
     logsumexps, expected = zip(*((next(kept), _next(kept, n)) for _ in operands), strict=True)
     cts = head.of_results([best, *kept])
     # Where nothing reads a mean, a compiler then drops its sum.
@@ -417,3 +418,6 @@ _FAMILY = Family(
     kept=_kept,
 )
 PROGRAMS = _FAMILY.define(_forward_program, _forward_avals, _backward_program, _batching)
+for _primitive in (forward_p, backward_p):
+    _program = functools.partial(PROGRAMS[_primitive], block=_BLOCK_OF_TPUS)
+    mlir.register_lowering(_primitive, mlir.lower_fun(_program, multiple_results=True), platform="tpu")
