@@ -371,14 +371,14 @@ def _is_repeated(x: Any, small: Any) -> bool:
 
 
 def _scaled_difference(step: Step, operands: Sequence[Any], args: Sequence[Any]) -> list[Any] | None:
-    """The arrays of `(x - shift) * factor`, if a step is this product and the last two have one shape."""
+    """The arguments of `scaled_difference`, if a step is such a product, whose shift and factor have one shape."""
     if not primitive(step.eqn.primitive.name).multiplies or compat.under_jet():
         return None
     for value, x, factor in zip(operands, args, args[::-1], strict=True):
         if isinstance(value, MixedValue) and value.difference is not None and _is_repeated(x, factor):
             whole, shift = value.difference
             if shift.shape == factor.shape:
-                return same_axes([whole, shift, factor])
+                return same_axes([whole, shift, factor, x])
     return None
 
 

@@ -23,6 +23,10 @@ def as_written(x, shift, factor):
     return (x - shift) * factor
 
 
+def scaled(x, shift, factor):
+    return scaled_difference(x, shift, factor, x - shift)
+
+
 def loss(fun):
     return lambda *args: jnp.sum(jnp.sin(fun(*args)) ** 2)
 
@@ -51,7 +55,7 @@ DERIVATIVES = {
 @pytest.mark.parametrize("of", [each for n in (1, 2, 3) for each in itertools.combinations(range(3), n)])
 def test_its_derivatives_are_those_of_what_is_written(name, of):
     some = tuple(ARGS[i] for i in of)
-    given, expected = (jax.tree.leaves(DERIVATIVES[name](fun, of, some)) for fun in (scaled_difference, as_written))
+    given, expected = (jax.tree.leaves(DERIVATIVES[name](fun, of, some)) for fun in (scaled, as_written))
     for one, other in zip(given, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
 
@@ -61,7 +65,7 @@ def test_its_derivatives_on_an_explicit_mesh(of):
     mesh = jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Explicit,))
     sharded = jax.device_put(X, jax.NamedSharding(mesh, PartitionSpec("d")))
     with jax.set_mesh(mesh):
-        found = jax.jit(jax.grad(loss(scaled_difference), of))(sharded, SHIFT, FACTOR)
+        found = jax.jit(jax.grad(loss(scaled), of))(sharded, SHIFT, FACTOR)
     for one, other in zip(found, jax.grad(loss(as_written), of)(*ARGS), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
 
@@ -134,3 +138,16 @@ def test_statistics_over_devices_have_their_gradient():
     sharded = jax.shard_map(local, mesh=mesh, in_specs=(PartitionSpec(), split), out_specs=PartitionSpec())
     given, expected = (jax.jit(jax.grad(f))(w, x) for f in (mpjax.autocast(sharded, "mixed_bfloat16"), sharded))
     assert np.linalg.norm(given - expected) <= 0.03 * np.linalg.norm(expected)
+
+
+def test_a_difference_that_others_read_is_computed_once():
+    def norm(w, x):
+        difference = x @ w - (x @ w).mean(0, keepdims=True)
+        return difference * jax.lax.rsqrt((difference**2).mean(0, keepdims=True) + 1e-5)
+
+    w, x = RNG.normal(size=(8, 8)).astype(np.float32), RNG.normal(size=(16, 8)).astype(np.float32)
+    program = jax.make_jaxpr(mpjax.autocast(norm, "mixed_bfloat16"))(w, x)
+    names = [each.name for each in measures.equations(program)]
+    assert "custom_jvp_call" in names
+    assert names.count("sub") == 1
+    assert sum(row.count for row in mpjax.explain(norm, w, x).rows if row.op == "sub") == 1
