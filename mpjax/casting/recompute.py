@@ -59,7 +59,7 @@ def is_repeated(eqn: Any) -> bool:
 
 def _recomputed(jaxpr: Any, before: Sequence[Any]) -> list[Any]:
     flow, runs, kept = dataflow(jaxpr), _runs(before), {*jaxpr.invars, *jaxpr.constvars, *_kept(before)}
-    roots = _roots(before, kept)
+    roots = _roots(before, kept, {v for eqn in before if is_backward(eqn) for v in variables(eqn.invars) if tracked(v)})
     eqns: list[Any] = []
     repeated: dict[Any, Any] = {}  # in the current run; what is read in another would be stored
 
@@ -111,15 +111,23 @@ def _kept(eqns: Sequence[Any]) -> set[Any]:
     return {v for eqn, vs in read for v in vs if not tracked(v) or not is_cheap(eqn)}
 
 
-def _roots(eqns: Sequence[Any], kept: Set[Any]) -> dict[Any, frozenset[Any]]:
-    """The large values from which each value follows by cheap equations: at most one that is not kept; or itself."""
+def _roots(eqns: Sequence[Any], kept: set[Any], read: Set[Any]) -> dict[Any, frozenset[Any]]:
+    """The large values from which each value follows by cheap equations, or itself.
+
+    At most one is not kept, or two that are stored because the backward pass reads them, or what follows from them, as
+    the factors of a product. Those are kept, too, in the end.
+    """
     roots: dict[Any, frozenset[Any]] = {}
+    stored: set[Any] = set()
     for eqn in eqns:
         found = frozenset[Any]().union(*(roots.get(v, {v}) for v in _large(eqn)))
-        few = len(found) <= _MOST and len(found - kept) <= 1
+        few = len(found) <= _MOST and len(found - kept) <= (2 if found - kept <= stored else 1)
         follows = few and _is_repeatable(eqn)
         for v in eqn.outvars:
             roots[v] = found if follows and not _is_small(v, eqn) else frozenset({v})
+            if v in read and not is_backward(eqn) and len(roots[v]) == 1:
+                stored.update(w for w in roots[v] if compat.numel(w.aval) <= compat.numel(v.aval))
+    kept.update(stored)
     return roots
 
 

@@ -656,12 +656,13 @@ def test_the_knots_of_a_basis_are_not_rounded(name, dtype, of_gradient):
     assert error <= 2.0
 
 
-# Functions whose slope is large where their result is moderate, in two forms.
+# Functions of one or two matmuls whose slope, or a step, is large where their result is moderate.
 LARGE_SLOPES = {
-    "gelu": jax.nn.gelu,
-    "cube": lambda h: 1e-6 * h**3,
-    "product of three": lambda h: 1e-6 * (h * h * h),
-    "tanh of a cube": lambda h: h * jnp.tanh(1e-3 * h**3),
+    "gelu": lambda h, g: jax.nn.gelu(h),
+    "cube": lambda h, g: 1e-6 * h**3,
+    "product of three": lambda h, g: 1e-6 * (h * h * h),
+    "tanh of a cube": lambda h, g: h * jnp.tanh(1e-3 * h**3),
+    "bounded product": lambda h, g: h * g / jnp.sqrt(1 + (h * g) ** 2),
 }
 
 
@@ -669,11 +670,14 @@ LARGE_SLOPES = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", LARGE_SLOPES)
 def test_a_backward_pass_in_the_program_reads_no_rounded_slopes(name, dtype):
-    """`3 h**2` of an input above 148 was handed to the backward pass in float16, as an infinity, and NaN followed."""
+    """`3 h**2` of an input above 148 was handed to the backward pass in float16, as an infinity, and NaN followed.
+
+    So was a product that is bounded next.
+    """
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    p = {"w": 30 * draw(32, 64), "v": draw(64, 8) / 3000}
-    loss = lambda p, x: jnp.mean((LARGE_SLOPES[name](x @ p["w"]) @ p["v"]) ** 2)
+    p = {"w": 30 * draw(32, 64), "v": draw(64, 8) / 3000, "g": 30 * draw(32, 64)}
+    loss = lambda p, x: jnp.mean((LARGE_SLOPES[name](x @ p["w"], x @ p["g"]) @ p["v"]) ** 2)
     cast = lambda fun: mpjax.autocast(fun, f"mixed_{dtype}")
     assert error_of_by_hand(Kind(loss, p, draw(64, 32)), cast, jnp.dtype(dtype), of_gradient=True) <= 1.1
 
