@@ -42,10 +42,7 @@ def without_rounding(steps: Sequence[Step], inside: Set[Any], ends_round: bool =
         if is_rounding(step):
             reads = not unrounded.isdisjoint(variables(step.eqn.invars))
             goes_on = not inside.isdisjoint(step.outvars)
-            if is_move(step):
-                wide = reads and goes_on
-            else:
-                wide = goes_on or (reads and (step.action is Action.BIND or adds(step)))
+            wide = (reads and goes_on) if is_move(step) else (reads or goes_on)
             ends = ends_round and not goes_on
             step = _in_float32(step, ends) if wide else step
         if step.action is Action.BIND:
@@ -63,10 +60,10 @@ def is_rounding(step: Step) -> bool:
 
 
 def is_arithmetic(step: Step) -> bool:
-    """Whether a step computes element by element, in its operands' dtype, or moves, or is a call of such steps."""
+    """Whether a step computes element by element, in its operands' dtype, or moves, or calls such steps and sums."""
     if step.action is Action.ENTER:
         plain = all(plan.setting.plain for plan in step.plans)  # A user's rule may match inside.
-        return plain and is_folded(step) and not step.closures and _is_elementwise(step)
+        return plain and is_folded(step) and not step.closures and _is_simple(step)
     row, listing = primitive(step.eqn.primitive.name), step.listing
     by_rule = listing.entry or listing.region
     return not by_rule and ((listing.op is Op.INFER and row.pointwise) or row.compares or is_move(step))
@@ -82,14 +79,14 @@ def is_move(step: Step) -> bool:
     return step.listing.op is Op.MOVE or primitive(step.eqn.primitive.name).join
 
 
-def _is_elementwise(step: Step) -> bool:
-    """Whether a step, or each of a call, computes element by element, or only moves or compares."""
+def _is_simple(step: Step) -> bool:
+    """Whether a step, or each of a call, computes element by element, or only moves, compares or sums."""
     if step.listing.entry or step.listing.region:
         return False
     row, inside = primitive(step.eqn.primitive.name), [each for plan in step.plans for each in plan.eqns]
     if row.call:
-        return all(map(_is_elementwise, inside))
-    return row.pointwise or row.whole or row.compares or not variables(step.eqn.invars)
+        return all(map(_is_simple, inside))
+    return row.pointwise or row.whole or row.compares or row.risk == "sum" or not variables(step.eqn.invars)
 
 
 def adds(step: Step) -> bool:

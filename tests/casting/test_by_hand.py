@@ -662,6 +662,8 @@ LARGE_SLOPES = {
     "cube": lambda h, g: 1e-6 * h**3,
     "product of three": lambda h, g: 1e-6 * (h * h * h),
     "tanh of a cube": lambda h, g: h * jnp.tanh(1e-3 * h**3),
+    "norm of a product": lambda h, g: normalised(h * g),
+    "norm of a gated square": lambda h, g: normalised(jax.nn.relu(h) ** 2 * g),
     "bounded product": lambda h, g: h * g / jnp.sqrt(1 + (h * g) ** 2),
 }
 
@@ -672,7 +674,7 @@ LARGE_SLOPES = {
 def test_a_backward_pass_in_the_program_reads_no_rounded_slopes(name, dtype):
     """`3 h**2` of an input above 148 was handed to the backward pass in float16, as an infinity, and NaN followed.
 
-    So was a product that is bounded next.
+    So was a product that a norm follows.
     """
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
@@ -688,6 +690,10 @@ POLYNOMIALS = {
     "fade": lambda h: (lambda t: t**3 * (t * (t * 6 - 15) + 10))(jnp.clip(h * 0.5 + 0.5, 0, 1)),
     "three steps of a map": lambda h: functools.reduce(lambda x, _: 1 - 1.4 * x * x + 0.1 * h, range(3), 0.3 * h),
     "beyond float16's range": lambda h: (300 * h) * (300 * h) / 9e4,
+    "a norm beyond it, whose variance is a call": lambda h: normalised((300 * h) * (300 * h)),
+    "a call that normalizes": lambda h: jax.jit(lambda g: g * jnp.mean(g * g, -1, keepdims=True) ** -0.5)(
+        (300 * h) * (300 * h)
+    ),
 }
 
 
