@@ -309,10 +309,7 @@ class _Stretches:
             return None
         inside = list(run[first : end + 1])
         if not self.rounds:
-            read = {v for step in inside for v in variables(step.eqn.invars)}
-            shifted = {v for step in inside if adds(step) and self._reads_one(step) for v in self._activations(step)}
-            calls = {v for step in inside if step.action is Action.ENTER for v in step.outvars}
-            inside = without_rounding(inside, read - (calls - shifted))
+            inside = without_rounding(inside, {v for step in inside for v in variables(step.eqn.invars)})
         scopes = compat.common_scopes([step.eqn for step in inside])
         is_last = not any(self.uses.get(v, Use.NONE) & Use.ANY_HALF for v, _ in outs)
         region = RematRegion(inside, ins, tuple(self.is_input_value(v) for v, _ in ins), outs, scopes, is_last)

@@ -690,6 +690,7 @@ POLYNOMIALS = {
     "fade": lambda h: (lambda t: t**3 * (t * (t * 6 - 15) + 10))(jnp.clip(h * 0.5 + 0.5, 0, 1)),
     "three steps of a map": lambda h: functools.reduce(lambda x, _: 1 - 1.4 * x * x + 0.1 * h, range(3), 0.3 * h),
     "beyond float16's range": lambda h: (300 * h) * (300 * h) / 9e4,
+    "a product beyond it in a jit": lambda h: jnp.tanh(jax.jit(jnp.multiply)(300 * h, 300 * h) / 9e4),
     "a norm beyond it, whose variance is a call": lambda h: normalised((300 * h) * (300 * h)),
     "a call that normalizes": lambda h: jax.jit(lambda g: g * jnp.mean(g * g, -1, keepdims=True) ** -0.5)(
         (300 * h) * (300 * h)
