@@ -123,9 +123,10 @@ class Inference:
         steps: list[Any] = [step for step in inferred if step.action is not Action.SKIP]
         self.log = []
         outs = tuple(self._out(v, use) for v, use in zip(jaxpr.outvars, self.wanted, strict=True))
-        if self.setting.recompute and not self.setting.folded and not self.unchanged:
-            rounds = self.setting.rules.level == "half"
-            steps = with_regions(steps, self.values, self.uses, self.log, self.setting.packs, rounds)
+        rules = self.setting.rules
+        if rules.residuals != "full" and not self.setting.folded and not self.unchanged:
+            forms = self.setting.recompute, self.setting.packs, rules.level == "half"
+            steps = with_regions(steps, self.values, self.uses, self.log, *forms)
             mark_gated(steps, self.values, jaxpr, self.setting)
             if self.setting.packs:
                 packed = mark_packed(steps, self.values, jaxpr, self.setting.rules.residuals)

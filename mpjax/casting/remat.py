@@ -110,6 +110,7 @@ def with_regions(
     values: Mapping[Any, Inferred],
     uses: Mapping[Any, Use],
     results: Sequence[Read],
+    recompute: bool = True,
     packs: bool = False,
     rounds: bool = False,
 ) -> list[Any]:
@@ -120,10 +121,11 @@ def with_regions(
         values: The inferred dtypes of its values.
         uses: The uses of its values.
         results: The outputs of the plan, with the storage dtypes in which they are read.
+        recompute: Whether there are regions: not in a checkpoint, which recomputes anyway.
         packs: Whether half inputs of regions are kept in eight bits.
         rounds: Whether half arithmetic rounds each of its results, those that stay in a region too.
     """
-    stretches = _Stretches(steps, values, uses, results, packs, rounds)
+    stretches = _Stretches(steps, values, uses, results, recompute, packs, rounds)
     formed: list[Any] = []
     run: list[Step] = []
     outputs: set[Any] = set()
@@ -231,10 +233,11 @@ class _Stretches:
         values: Mapping[Any, Inferred],
         uses: Mapping[Any, Use],
         results: Sequence[Read],
+        recompute: bool,
         packs: bool,
         rounds: bool,
     ):
-        self.values, self.uses, self.packs, self.rounds = values, uses, packs, rounds
+        self.values, self.uses, self.recompute, self.packs, self.rounds = values, uses, recompute, packs, rounds
         self.models: dict[Any, RematRegion] = {}
         self._sizes: dict[Read, int] = {}
         self.readers: dict[Read, list[int]] = {}
@@ -253,7 +256,8 @@ class _Stretches:
         """A run of cheap steps, with a region in it if one saves memory."""
         saved = [list(saved_by(step)) for step in run]
         # Half arithmetic has a region of its own where float32 arithmetic has none, or where what it reads is packed.
-        for worth in ((FULL, HALF),) if self.packs else ((FULL,), (FULL, HALF)):
+        choices = ((FULL, HALF),) if self.packs else ((FULL,), (FULL, HALF))
+        for worth in choices if self.recompute else ():
             wide = [i for i, reads in enumerate(saved) if any(read[1] in worth and self.size(read) for read in reads)]
             if wide and (found := self._divided(run, saved, wide[0], wide[-1])):
                 return found
@@ -271,6 +275,8 @@ class _Stretches:
         able: set[int] = set()  # to read unrounded values
         for step in reversed(run):
             goes_on = all(self._readers(v) <= able for v in step.outvars)  # What is not read does no harm.
+            # In a checkpoint, the sum of a stream is written, in half, for its several readers.
+            goes_on &= self.recompute or not adds(step) or self._reads_one(step)
             if is_rounding(step) and goes_on:
                 unrounded.update(v for v in step.outvars if v not in saved)
             # What is rounded before the call or move that ends a chain is as exact, if it does not add. The sum of two

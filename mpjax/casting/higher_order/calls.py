@@ -79,7 +79,7 @@ def _one_sub_jaxpr(
 
     def infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
         setting = inference.setting.inside(eqn, listing.region)
-        if setting.recompute and is_cheap(eqn):
+        if setting.rules.residuals != "full" and is_cheap(eqn):
             setting = dataclasses.replace(setting, folded=True)
         with inside(eqn.params):
             inner = plan_call(inference, eqn, listing, compat.call_jaxpr(eqn.params), setting)
