@@ -79,7 +79,7 @@ def described(args: Sequence[Any]) -> dict[str, str]:
     Example:
         >>> import jax.numpy as jnp
         >>> described((jnp.ones((2, 3)), {"n": 1}))
-        {'args[0]': 'float32[2,3]', "args[1]['n']": 'int'}
+        {'args[0]': 'float32[2,3]', "args[1]['n']": 'int32[] (weakly typed)'}
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(([*args],))
     return {argument_name(jax.tree_util.keystr(path)): _kind(leaf) for path, leaf in leaves}
@@ -104,6 +104,7 @@ def differences(changed: Mapping[str, Sequence[str]]) -> str:
 
 
 def _kind(leaf: Any) -> str:
+    leaf = jax.typeof(leaf) if isinstance(leaf, int | float | complex) else leaf
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return type(leaf).__name__
     weak = " (weakly typed)" if getattr(leaf, "weak_type", False) else ""
@@ -192,7 +193,8 @@ class Stepper:
             return False
         self.compile_seconds = time.perf_counter() - start
         self.text = _hlo(executable)
-        return _donates(self._lowered)
+        infos = jax.tree.leaves(getattr(self._lowered, "args_info", ()), is_leaf=lambda x: hasattr(x, "donated"))
+        return any(getattr(info, "donated", False) for info in infos)
 
     def under_jit(self) -> Stepper:
         """The same step, compiled as a whole."""
@@ -249,7 +251,12 @@ class Stepper:
     def recompilation(self) -> Recompilation | None:
         """The compilations in the last `run`, except in its first step; None if there were none."""
         times, measured = sum(self.compiled[1:]), len(self.compiled) - 1
-        return Recompilation(times, measured, self._seconds_again / sum(self.compiled), self.changed) if times else None
+        if not times:
+            return None
+        before, again = self._calls[:-times], self._calls[-times:]
+        causes = changes([before[-1], *(call for call in again if call not in before)])
+        changed = {name: kinds for name, kinds in self.changed.items() if name in causes}
+        return Recompilation(times, measured, self._seconds_again / sum(self.compiled), changed)
 
     def leave_cuda_graphs(self) -> None:
         """Recompiles the step without CUDA graphs and uses that from now on: each kernel is launched separately."""
@@ -400,11 +407,6 @@ def _check_arrays(args: tuple[Any, ...]) -> None:
 def _hlo(compiled: Any) -> str:
     inner = getattr(compiled, "compiled", compiled)  # Equinox wraps JAX's object.
     return (inner.as_text() or "") if hasattr(inner, "as_text") else ""
-
-
-def _donates(lowered: Any) -> bool:
-    infos = jax.tree.leaves(getattr(lowered, "args_info", ()), is_leaf=lambda x: hasattr(x, "donated"))
-    return any(getattr(info, "donated", False) for info in infos)
 
 
 def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -54,6 +54,28 @@ def test_a_new_function_at_each_step_is_recompilation_without_a_shape():
     assert "a function created at each call" in str(report)
 
 
+def test_a_type_that_changed_before_is_not_the_cause_of_a_recompilation():
+    """A counter of Python that the first step makes an array; batches of two shapes; a new static argument."""
+    inner, count = jax.jit(lambda state, x, n: ((state[0] - n * x.sum(), state[1] + 1), n), static_argnums=2), [0]
+
+    def step(state, x):
+        count[0] += 1
+        return inner(state, x, count[0])
+
+    batches = [np.ones((n, 16), np.float32) for n in (8, 4)]
+    report = mpjax.profile(step, (W, 0), batches=batches, steps=2, carry=1)
+    assert report.recompilation.changed == {}
+    assert "a static argument" in str(report)
+
+
+def test_a_number_of_python_has_the_type_of_the_array_that_replaces_it():
+    step = jax.jit(lambda state, x: ((state[0] - 0.1 * x.sum(), state[1] + 1), x.sum()))
+    batches = [np.ones((n, 16), np.float32) for n in (8, 4)]
+    report = mpjax.profile(step, (W, 0), batches=batches, steps=2, carry=1)
+    (note,) = [note for note in report.notes if "shapes" in note]
+    assert "args[0]" not in note
+
+
 def test_a_step_that_reads_a_counter_of_python_is_not_advised_to_be_jitted():
     """One program of it all would keep the counter's first value."""
     inner, count = jax.jit(lambda w, n: w - 0.1 * n * w, static_argnums=1), [0]
