@@ -70,6 +70,11 @@ def rounded(number: float, dtype: Any) -> float:
         return float(jnp.dtype(dtype).type(number))
 
 
+def extreme(value: float) -> str:
+    """The number that a half dtype holds in place of one beyond its range, in words."""
+    return f"jnp.finfo(dtype).{'min' if value < 0 else 'max'} fits"
+
+
 def rounded_text(number: float, dtype: Any) -> str:
     """What a half dtype makes of a constant, in words."""
     held, least = rounded(number, dtype), float(compat.finfo(dtype).smallest_subnormal)
@@ -119,8 +124,9 @@ def lost_constants(
         original: Traces the call in a wider dtype; called only if there is a constant of 0 or 1.
         low: Whether the constants of a value's dtype are looked at.
     """
-    numbered = [(key, node, i) for key, node in _numbered(nodes) for i in range(len(node.reads))]
-    found = [(key, node, i) for key, node, i in numbered if _is_suspect(node, i, low)]
+    numbered = [(key, node, i) for key, node in _numbered(nodes) if node.writes for i in range(len(node.reads))]
+    constants = [(key, node, i) for key, node, i in numbered if _is_number(node.reads[i]) and low(_reader(node, i))]
+    found = [(key, node, i) for key, node, i in constants if abs(_held(node, i)[1]) in (0, 1, math.inf)]
     if not found:
         return
     try:
@@ -159,11 +165,6 @@ def _held(node: Node, i: int) -> tuple[float, float]:
     """A constant operand, and what its dtype makes of it."""
     number = float(np.asarray(node.reads[i].constant).item())
     return number, rounded(number, _reader(node, i).aval.dtype)
-
-
-def _is_suspect(node: Node, i: int, low: Callable[[Any], bool]) -> bool:
-    is_read = node.writes and _is_number(node.reads[i]) and low(_reader(node, i))
-    return bool(is_read) and abs(_held(node, i)[1]) in (0, 1, math.inf)
 
 
 def _is_start(site: Site, i: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpjax.inspection.auditing.amplified import SUMS, Amplified, Facts, amplified, ends_of, exact_up_to, terms_of
-from mpjax.inspection.auditing.constants import Lost, lost_constants, rounded, rounded_text
+from mpjax.inspection.auditing.constants import Lost, extreme, lost_constants, rounded, rounded_text
 from mpjax.inspection.auditing.scaled_gradients import is_gradient, repeats, scaling_risks
 from mpjax.inspection.reports import by_key
 from mpjax.program import compat
@@ -148,7 +148,8 @@ def _constants(node: Node, known: Callable[[Value], Facts]) -> Iterator[RiskySit
         for value in node.reads:
             # JAX has already rounded the constant to the dtype of the half array.
             if is_half(value) and value.constant is not None and np.isinf(np.asarray(value.constant)).any():
-                why = f"a constant is beyond {value.aval.dtype.name}'s range; jnp.finfo(dtype).min fits"
+                fits = extreme(np.sum(value.constant, dtype=np.float64)) + " a mask, float32 a factor" * row.scales
+                why = f"a constant is beyond {value.aval.dtype.name}'s range; {fits}"
                 yield "overflow", node.site, value.aval.dtype.name, why
     elif node.site.name == "iota" and is_half(node.writes[0]):
         yield from _inexact(node.site, node.writes[0].aval.dtype, known(node.writes[0]))
@@ -203,7 +204,7 @@ def _cast(node: Node, known: Callable[[Value], Facts]) -> Iterator[RiskySite]:
         limits, dtype = compat.finfo(target.aval.dtype), target.aval.dtype.name
         if math.isfinite(value.largest) and value.largest > float(limits.max):
             worst = value.low if abs(value.low) == value.largest else value.high
-            why = f"{worst:.4g} is beyond {dtype}'s {float(limits.max):.4g}; jnp.finfo(dtype).min fits"
+            why = f"{worst:.4g} is beyond {dtype}'s {float(limits.max):.4g}; {extreme(worst)}"
             yield "overflow", node.site, dtype, why
         elif value.is_constant and value.low not in (0, 1) and (held := rounded(value.low, dtype)) in (0, 1):
             yield "constant" if held else "epsilon", node.site, dtype, rounded_text(value.low, dtype)
@@ -232,7 +233,7 @@ def _lost(nodes: Sequence[Node], lost: Iterable[Lost]) -> Iterator[RiskySite]:
             elif math.isfinite(constant.value):
                 yield "constant" if constant.value else "epsilon", node.site, constant.dtype, constant.text
             elif not (primitive(name).adds or primitive(name).scales):
-                yield "overflow", node.site, constant.dtype, f"{constant.text}; jnp.finfo(dtype).min fits"
+                yield "overflow", node.site, constant.dtype, f"{constant.text}; {extreme(constant.value)}"
         at_risk = reads[1:2] if name == "div" else reads[:1] if name in ("log", "rsqrt", "sqrt", "pow") else ()
         for value in at_risk:
             by, zero = guarded.get(value, ("", None))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpjax.inspection.auditing.amplified import amplified, makes_integers
-from mpjax.inspection.auditing.constants import Lost, lost_constants, unexplained
+from mpjax.inspection.auditing.constants import Lost, extreme, lost_constants, unexplained
 from mpjax.inspection.auditing.scaled_gradients import follows_cotangent, repeats
 from mpjax.program import compat
 from mpjax.program.dtypes import is_float, is_half
@@ -131,7 +131,7 @@ def diagnosis_of(found: Symptoms) -> str:
     if found.kind == "inf" and in_half and not _divides_by_zero(cause):
         text = f"overflow of {found.half} here {shown}"
         if adds_constant(flow, node, value):
-            text += f"; it is a constant of the program: jnp.finfo(dtype).{'min' if value < 0 else 'max'} fits"
+            text += f"; it is a constant of the program: {extreme(value)}"
         if found.argument:
             text += (
                 f"; it is in {found.argument}, so no loss scale changes it: scale it down, keep this line in float32, "

@@ -227,6 +227,8 @@ FAULTS = {
     "sum": (lambda x: jnp.sum(x, 0, dtype=F16, keepdims=True) + x @ x, (X,), ["sum"]),
     "softmax": (lambda x: jax.nn.softmax(x) @ x, (X,), ["softmax"]),
     "loss": (lambda x: jnp.sum(x @ x), (X,), ["loss"]),
+    "factor": (lambda x: (x @ x) * 1e6, (X,), ["overflow"]),
+    "upper bound": (lambda x, m: jnp.where(m, x @ x, 1e9), (X, MASK), ["overflow"]),
     "selected mask": (lambda x, m: jnp.where(m, x @ x, -1e9), (X, MASK), ["overflow"]),
     "added mask": (lambda x, m: x @ x + jnp.where(m, 0.0, -1e9).astype(F16), (X, MASK), ["overflow"]),
     "computed mask": (lambda x, m: x @ x + ((1.0 - m) * -1e9).astype(F16), (X, MASK), ["overflow"]),
@@ -358,10 +360,14 @@ def test_names_just_the_one_fault(name):
     [
         ("252 is no multiple of 8", "N = 252: pad to 256"),
         ("3 input channels", "input channels = 3: pad to 8"),
-        ("added mask", "-1e+09 is beyond float16's 6.55e+04"),
+        ("added mask", "-1e+09 is beyond float16's 6.55e+04; jnp.finfo(dtype).min fits"),
+        ("scaled mask", "a constant is beyond float16's range; jnp.finfo(dtype).min fits a mask, float32 a factor"),
+        ("factor", "a constant is beyond float16's range; jnp.finfo(dtype).max fits a mask, float32 a factor"),
+        ("upper bound", "jnp.finfo(dtype).max fits"),
         ("positions in bfloat16", "up to 299; bfloat16 holds all up to 256 only"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # numpy's, of the mask
 def test_says_what_would_do(name, words):
     report = mpjax.audit(*FAULTS[name][:1], *FAULTS[name][1])
     (found,) = (*report.findings, *report.risks)
