@@ -113,8 +113,8 @@ def diagnosis_of(found: Symptoms) -> str:
             text = f"{found.half} alone: traced with float32 arguments, all results are finite"
             return "; ".join([*causes, *elsewhere, f"{text}: keep this part in float32"])
         if not fine and found.constants:
-            cure = f"write one that it holds, such as {', '.join(dict.fromkeys(x.instead for x in found.constants))}"
-            cure += ", or keep this part in float32" if fine is None else ""
+            cure = "keep this part in float32, or " if fine is None else ""  # which changes no result
+            cure += f"write one that it holds, such as {', '.join(dict.fromkeys(x.instead for x in found.constants))}"
             return "; ".join([*causes, *lost, cure])
         if found.where_gradient:
             return "; ".join([*causes, _WHERE_GRADIENT])
@@ -144,7 +144,7 @@ def diagnosis_of(found: Symptoms) -> str:
     here = f"{cause or 'NaN'} in {found.half} alone {shown}{zero}"
     if zero and found.behind:  # such as a quotient by an inf
         elsewhere, rounding = [*lost, f"it depends on {found.behind}"], found.behind
-    kept = "what it reads" if rounding else "this part"
+    kept = "what it reads" if zero or rounding else "this part"
     return f"{'; '.join([here, *elsewhere])}: keep {kept} in float32"
 
 

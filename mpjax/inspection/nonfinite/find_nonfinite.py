@@ -23,7 +23,7 @@ from mpjax.inspection.trials import trace_to_run
 from mpjax.policy import HALF_DTYPES
 from mpjax.program import compat
 from mpjax.program.dtypes import is_half, is_inexact
-from mpjax.program.graph import Block, Site, walk
+from mpjax.program.graph import Site, walk
 from mpjax.program.source import BACKWARD, FORWARD, apart
 from mpjax.program.tracing import TracedCall
 
@@ -279,7 +279,8 @@ def _examined(
         position = first_that_reaches(program, device * size + index, size * math.prod(axes.values()))
         if position != device * size + index:
             _, here = program.point(fault, tuple(map(np.int32, (0, position % size, position // size))))
-    half = _half_name(block, eqn)
+    around = (v for e in (eqn, *(place.eqn for place in block.places())) for v in (*e.outvars, *e.invars))
+    half = next((v.aval.dtype.name for v in around if is_half(v)), None)
     # Without half, the float32 run is the same program.
     reached, there = program.point(fault, tuple(here["index"]), wide=True) if half else (True, here)
     which, index, device = map(int, here["index"])
@@ -366,12 +367,6 @@ def _is_where_gradient(program: Examined) -> bool:
         return False
     operands = zip(program.point(entry)[1]["operands"], program.nodes[entry.number].reads, strict=True)
     return any(diagnosis.is_selected(flow, v) for value, v in operands if value == 0)
-
-
-def _half_name(block: Block, eqn: Any) -> str | None:
-    """The half dtype of an equation, or else of the program."""
-    eqns = (eqn, *(place.eqn for place in block.places()))
-    return next((v.aval.dtype.name for e in eqns for v in (*e.outvars, *e.invars) if is_half(v)), None)
 
 
 def _in_argument(program: Examined, index: int) -> NonFinite:

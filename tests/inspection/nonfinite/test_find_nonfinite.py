@@ -142,7 +142,7 @@ def test_what_half_flushed_to_zero_is_named_where_it_is_divided_by():
     assert (found.primitive, found.kind) == ("div", "inf")
     assert found.diagnosis == (
         "division by zero in float16 alone (float32 value 49,983,412), because float16 flushed 2.001e-08 to zero: "
-        "keep this part in float32"
+        "keep what it reads in float32"
     )
 
 
