@@ -474,6 +474,32 @@ def mixed_up(params, x, y):
     return optax.softmax_cross_entropy(logits_of(params, x), labels).mean()
 
 
+def focal_of_all_words(params, x, y):
+    """Functions of all probabilities, of which a one-hot keeps the label's; a label is outside of the vocabulary."""
+    hot, log_p = jax.nn.one_hot(y.at[0, 0].set(V + 3), V), jax.nn.log_softmax(logits_of(params, x))
+    p = jnp.exp(log_p)
+    plain = jnp.sum(hot * (1 - p) ** 2 * log_p + hot * jax.lax.stop_gradient(jnp.sqrt(p)) * log_p, -1)
+    other = hot * jnp.log(jnp.clip(p, 1e-7, 1.0)) * p * (1 - p) ** 0.5 * 2.0
+    return -jnp.mean(plain) - jnp.mean(jnp.sum(other, -1))
+
+
+def of_probabilities_and_a_little(params, x, y):
+    """And of the logits of padding, where a label is."""
+    logits = jnp.where(jnp.arange(V) < V - 5, logits_of(params, x), -1e9)
+    hot, p = jax.nn.one_hot(y.at[0, 1].set(V - 2), V), jax.nn.softmax(logits)
+    return -jnp.einsum("btv,btv->bt", hot, jnp.log(p + 1e-3)).mean() + jnp.sum(hot * jnp.where(p > 0.1, p, p * p))
+
+
+def weighted_by_words(params, x, y):
+    """The weights of words are learned. One factor is a number of each token and each word."""
+    weights, log_p = jax.nn.softmax(params[2]), jax.nn.log_softmax(logits_of(params, x))
+    losses = -jnp.sum(weights * jax.nn.one_hot(y, V) * log_p, -1) - jnp.sum(
+        log_p * weights * (y[..., None] == jnp.arange(V)), -1
+    )
+    near = jnp.cos(jnp.arange(V) - y[..., None] / 2 + 0.0 * log_p) * jnp.exp(log_p)
+    return losses.mean() + jnp.mean(jnp.take_along_axis(near, jnp.flip(y, 1)[..., None], -1))
+
+
 LOSSES = {
     f.__name__: f
     for f in (
@@ -491,6 +517,7 @@ LOSSES = {
         masked_twice, without_words, masked_where, masked_where_in_columns,
         without_columns, padded_and_without_columns, at_the_diagonal, of_the_second_axis, of_a_middle_axis, of_columns,
         distilled, distilled_on_policy, distilled_by_optax, of_soft_labels, near_a_reference, poly, mixed_up,
+        focal_of_all_words, of_probabilities_and_a_little, weighted_by_words,
     )
 }  # fmt: skip
 
@@ -652,8 +679,37 @@ def masked_by_little(params, x, y):
 def masked_where_and_elsewhere(params, x, y):
     """Another mask than that of the softmax."""
     log_p = jax.nn.log_softmax(logits_of(params, x), where=jnp.arange(V) < V - 5)
-    log_p = jnp.where(jnp.arange(V) > 3, log_p, -jnp.inf)
-    return -jnp.mean(jnp.maximum(jnp.take_along_axis(log_p, y[..., None], -1), -30.0))
+    p = jnp.exp(jnp.where(jnp.arange(V) > 3, log_p, -jnp.inf))
+    return jnp.mean(jnp.max(p, -1)) - jnp.mean(jnp.take_along_axis(p, y[..., None], -1))
+
+
+def with_an_entropy_and_a_little(params, x, y):
+    """Of all words, where a one-hot keeps the label's."""
+    p = jax.nn.softmax(logits_of(params, x))
+    return jnp.mean(jnp.sum(p * jnp.log(p + 1e-9), -1)) - jnp.mean(jnp.sum(jax.nn.one_hot(y, V) * jnp.log(p), -1))
+
+
+def focal_and_smoothed(params, x, y):
+    log_p = jax.nn.log_softmax(logits_of(params, x))
+    labels = optax.smooth_labels(jax.nn.one_hot(y, V), 0.1)
+    return -jnp.mean(jnp.sum(labels * (1 - jnp.exp(log_p)) ** 2 * log_p, -1))
+
+
+def focal_of_zeros(params, x, y):
+    """Log-probabilities are 0 where probabilities are."""
+    log_p = jax.nn.log_softmax(logits_of(params, x))
+    p = jnp.exp(log_p)
+    return -jnp.mean(jnp.sum(jax.nn.one_hot(y, V) * jnp.where(p == 0, 0.0, log_p) ** 2, -1))
+
+
+def focal_of_the_next_word(params, x, y):
+    p = jax.nn.softmax(logits_of(params, x))
+    return -jnp.mean(jnp.sum(jax.nn.one_hot(y, V) * jnp.log(p + jnp.roll(p, 1, -1)), -1))
+
+
+def focal_of_two_labels(params, x, y):
+    p, hot = jax.nn.softmax(logits_of(params, x)), jax.nn.one_hot(y, V)
+    return -jnp.mean(jnp.sum(hot * (1 - p) ** 2 * (jax.nn.one_hot((y + 1) % V, V) + hot), -1))
 
 
 def masked_in_the_sum_alone(params, x, y):
@@ -669,6 +725,11 @@ REFUSED = {
     without_a_word_of_a_row: "read by scatter (test_cross_entropy.py:",
     masked_by_little: "read by select_n",
     masked_where_and_elsewhere: "read by select_n",
+    with_an_entropy_and_a_little: "read by log (test_cross_entropy.py:",
+    focal_and_smoothed: "read by integer_pow (test_cross_entropy.py:",
+    focal_of_zeros: "read by integer_pow (test_cross_entropy.py:",
+    focal_of_the_next_word: "read by",
+    focal_of_two_labels: "read by mul (test_cross_entropy.py:",
     masked_in_the_sum_alone: "read by select_n",
     of_the_tokens: "read by reduce_max",
     of_both_axes: "read by gather",

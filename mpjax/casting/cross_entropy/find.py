@@ -8,8 +8,9 @@ vocabulary then is a formula of few numbers of a row: its statistics.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from mpjax.casting.cross_entropy.apart import NORMALISING, is_normalised
 from mpjax.casting.cross_entropy.kinds import ONE, Logits, Product, Sum, Underflow, multiplied, terms_of
 from mpjax.casting.cross_entropy.labels import Labels, Layout, broadcast_of, gathered, labels_of, number_of, scaled
 from mpjax.casting.cross_entropy.path import Path, Refused, is_head, multiplies_rows
-from mpjax.casting.cross_entropy.repeated import mask_of
+from mpjax.casting.cross_entropy.repeated import LABEL, Repeated, computed, itself, mask_of, repeated
 from mpjax.casting.setting import tracked
 from mpjax.kernels.cross_entropy import Statistics
 from mpjax.program import compat
@@ -116,12 +117,17 @@ class LossHead:
         stopped = {v in self.stopped for v in variables(eqn.invars) if self._is_derived(v)}
         if len(stopped) > 1:
             raise Refused(_read_by(eqn))
-        if True in stopped or (stopped and eqn.primitive.name == "stop_gradient"):
+        plain = any(self.known.get(v) in self._plain for v in variables(eqn.invars))
+        if True in stopped or (stopped and plain and eqn.primitive.name == "stop_gradient"):
             self.stopped.update(eqn.outvars)
 
     def _is_derived(self, v: Any) -> bool:
         """Whether something is made of the logits of a head that has a derivative."""
-        return any(head not in self.frozen for term in terms_of(self.known.get(v)) for head in term.heads)
+        return any(t.functions or not self.frozen.issuperset(t.heads) for t in terms_of(self.known.get(v)))
+
+    def _has_functions(self, v: Any) -> bool:
+        """Whether something is made of functions that are computed at labels only."""
+        return any(term.functions for term in terms_of(self.known.get(v)))
 
     def _reader(self, eqn: Any) -> Any:
         """What an equation that reads logits makes of them; None if it is a reduction, which is noted."""
@@ -131,10 +137,12 @@ class LossHead:
         if name in ("add", "mul") and kinds[0] is None:
             ins, kinds = ins[::-1], kinds[::-1]
         match name, kinds:
-            case "copy" | "convert_element_type", [kind] if tracked(eqn.outvars[0]):
+            case "copy" | "convert_element_type", [kind] if all(map(tracked, (*ins, *eqn.outvars))):
                 return kind
             case "stop_gradient", [kind] if not self._is_derived(ins[0]) or kind in self._plain:
                 return kind
+            case "stop_gradient", [_] if self._is_at_label(ins[0]):
+                return Product(ONE, functions=(Repeated(lax.stop_gradient, (ins[0],)),))
             case "sub" | "add", [Logits(shift, _, False) as kind, None] if (
                 row := broadcast_of(self.flow, ins[1], self.layout.of_row)
             ) is not None:
@@ -146,11 +154,11 @@ class LossHead:
                     product = Sum((*terms[0], *terms_of(multiplied(Sum(terms[1]), sign))))
             case "exp", [Logits(_, _, False) as logits]:
                 return Product(ONE, logits)
-            case "log", [Product(Labels((), 1.0, weights), Logits(shift) as kind, None)]:
+            case "log", [Product(Labels((), 1.0, weights), Logits(shift) as kind, None, ())]:
                 return kind._replace(shift=(*shift, *weights))
             case "eq", [Product(_, Logits(), None) as kind, None] if number_of(self.flow, ins[1]) == 0:
                 product = Underflow(kind.heads[0]) if kind.is_exponential else None
-            case "select_n", [Underflow(head), Logits(_, i) | Product(_, Logits(_, i)) as kind, None] if head == i:
+            case "select_n", [Underflow(i), Logits(_, j) | Product(_, Logits(_, j), _, ()) as kind, None] if i == j:
                 if number_of(self.flow, ins[2]) == 0:
                     return kind._replace(guarded=True) if isinstance(kind, Logits) else kind
             case "select_n", [None, *cases] if any(map(self._is_masked, (eqn, eqn), ins[1:], cases)):
@@ -179,6 +187,8 @@ class LossHead:
                 label := gathered(self.flow, eqn, self.layout)
             ) is not None and not any(term.labels.factors for term in terms_of(kind)):
                 return self._note_gather(eqn, terms_of(kind), label)
+        if product is None and primitive(name).pointwise:
+            product = self._function(eqn)
         if product is not None:
             return product
         small = not any(self.vocabulary in v.aval.shape for v in eqn.outvars)
@@ -186,7 +196,34 @@ class LossHead:
             self.is_loss = True
             raise Refused(f"a function with a derivative rule of its own reads its logits ({source_line(eqn)})")
         scopes = "the program contains its gradient already" if "transpose(" in str(eqn.source_info.name_stack) else ""
-        raise Refused(scopes or _read_by(eqn), eqn)
+        first = eqn  # A sum of a function stands for what computes it.
+        while functions := [v for v in variables(first.invars) if "reduce_" in name and self._has_functions(v)]:
+            first = self.flow.maker(functions[0])
+        raise Refused(scopes or _read_by(first), eqn)
+
+    def _function(self, eqn: Any) -> Any:
+        """What a pointwise equation makes of logits, as a function that is computed at labels; None if it can't be."""
+        if eqn.primitive.name == "mul":
+            return multiplied(*map(self._at_label, eqn.invars))
+        known = {v: itself(v) for v in variables(eqn.invars) if self._is_at_label(v)}
+        found = computed(self.flow, eqn, self.layout, known, at_label=True)
+        return None if found is None else Product(ONE, functions=(found,))
+
+    def _at_label(self, x: Any) -> Any:
+        """A factor, as what it is at labels if it differs from these elsewhere; None if it is neither."""
+        kind, maker = self._kind(x), self.flow.maker(x)
+        if kind is None and maker is not None and maker.primitive.name == "mul":
+            kind = multiplied(*map(self._at_label, maker.invars))
+        if any(term.labels.factors for term in terms_of(kind)):
+            return kind
+        known = {x: itself(x)} if self._is_at_label(x) else {}
+        found = repeated(self.flow, x, self.layout, known, at_label=True)
+        return None if found is None else Product(ONE, functions=(found,))
+
+    def _is_at_label(self, v: Any) -> bool:
+        """Whether something that is made of logits follows, at a label, from the logit there."""
+        terms = terms_of(None if isinstance(v, compat.Literal) else self.known.get(v))
+        return bool(terms) and not any(t.labels.factors or (t.logits and t.logits.guarded) for t in terms)
 
     def _as_terms(self, x: Any, kind: Any) -> tuple[Product, ...]:
         """What is added as products: what an equation knows, a number, or what is the same in a row; () for others."""
@@ -207,13 +244,12 @@ class LossHead:
 
     def _is_summed(self, kind: Any) -> bool:
         """Whether a sum of products over the vocabulary follows from statistics."""
-        return bool(terms_of(kind)) and all(
-            not logits.guarded and (not self.paths[logits.head].is_padded or labels.rest == 0)
-            if exponentials is None
-            else not logits.guarded or logits.head == exponentials.head
-            for labels, exponentials, logits in terms_of(kind)
-            if logits is not None
-        )
+        for labels, exponentials, logits, functions in terms_of(kind):
+            guarded = logits is not None and logits.guarded and (not exponentials or exponentials.head != logits.head)
+            padded = logits is not None and exponentials is None and self.paths[logits.head].is_padded
+            if guarded or (labels.rest and (functions or padded)):
+                return False
+        return bool(terms_of(kind))
 
     def _rises(self, kind: Any) -> bool:
         """Whether something is largest where the logits are: logits, and probabilities of a softmax."""
@@ -257,50 +293,45 @@ class LossHead:
             fill: What it gives there.
         """
         clipped = mode not in (None, lax.GatherScatterMode.FILL_OR_DROP)
-        size, stopped, given = self.vocabulary, eqn.outvars[0] in self.stopped, []
-        for (factors, rest, weights), exponentials, logits in terms:
+        size, stopped, given = self.vocabulary, eqn.outvars[0] in self.stopped, [*dict.fromkeys(self._given(terms))]
+        for (factors, rest, _), exponentials, _, _ in terms:
             for y, _ in factors:
                 self.labels.setdefault((y, clipped), len(self.labels))
-            shifts = [row for each in (exponentials, logits) if each is not None for _, row in each.shift]
-            given += [*shifts, *(y for y, _ in factors), *(weight for _, weight in weights)]
             if [*terms] == [Product(Labels((), rest), exponentials)] and exponentials and rest > 0 and not largest:
                 self.sums.add(eqn.outvars[0])
 
-        def of_term(product: Product, found: Sequence[Statistics], rows: Iterator[Any]) -> tuple[Any, Any]:
-            (factors, rest, weights), exponentials, logits = product
-            e, z = (0 if each is None else each.head for each in (exponentials, logits))
-            of_exponentials, of_logits = (_total(each.shift if each else (), rows) for each in (exponentials, logits))
-
-            def value(logit: Any, exponent: Any) -> Any:
-                powers = 1.0 if exponentials is None else jnp.exp(exponent + of_exponentials)
-                return powers * (1.0 if logits is None else logit + of_logits)
-
-            if largest:
-                out = rest * value(found[z].largest, found[e].largest)
-            elif not rest:
-                out = np.float32(0)
-            elif exponentials is None:
-                out = rest * (size if logits is None else found[z].total + size * of_logits)
-            else:
-                out = rest * value(found[e].expected[z], found[e].logsumexp)
+        def of_term(term: Product, found: Sequence[Statistics], rows: _Rows) -> tuple[Any, Any]:
+            (factors, rest, _), exponentials, _, _ = term
+            e, z = term.places
+            read = found[e].expected[z], found[e].logsumexp
+            if largest or exponentials is None:
+                read = found[z].largest if largest else found[z].total, found[e].largest
+            out = rest * rows.value(term, *read, 1 if largest or exponentials else size) if rest else np.float32(0)
             inside: Any = True
             for y, factor in factors:
-                i, y = self.labels[y, clipped], next(rows)
+                i, y = self.labels[y, clipped], rows(y)
                 inside = clipped | ((y >= 0) & (y < size))
-                # The exponential of a logsumexp does not overflow.
-                at = [jnp.where(inside, found[k].at[i], found[k].logsumexp) for k in (z, e)]
-                out = out + factor * jnp.where(inside, value(*at), 0)
-            for (how, _), weight in zip(weights, rows, strict=False):
-                out = out * weight if how == "mul" else out / weight
+                # The exponential of a logsumexp does not overflow. No probability is 1, where powers have no slope.
+                at = [jnp.where(inside, each.at[i], each.logsumexp - 1) for each in found]
+                label = jnp.clip(y, 0, size - 1).astype(np.int32)
+                out = out + factor * jnp.where(inside, rows.at_label(term, at, label), 0)
             return out, inside
 
-        def result(found: Sequence[Statistics], *rows: Any) -> Any:
+        def result(found: Sequence[Statistics], *arrays: Any) -> Any:
             found = jax.tree.map(lax.stop_gradient, found) if stopped else found
-            each = iter(rows)
-            outs, inside = zip(*(of_term(term, found, each) for term in terms), strict=True)
+            rows = _Rows(self.layout, self.known, dict(zip(given, arrays, strict=True)))
+            outs, inside = zip(*(of_term(term, found, rows) for term in terms), strict=True)
             return sum(outs) if fill == 0 else jnp.where(inside[0], sum(outs), np.float32(fill))
 
         self.reads.append((eqn, result, tuple(given)))
+
+    def _given(self, terms: Sequence[Product]) -> Iterator[Any]:
+        """The variables besides logits from which products follow."""
+        for (factors, _, weights), exponentials, logits, functions in terms:
+            yield from (row for each in (exponentials, logits) if each is not None for _, row in each.shift)
+            yield from (y for y, _ in (*factors, *((weight, how) for how, weight in weights)))
+            for v in (v for function in functions for v in function.of if v is not LABEL):
+                yield from self._given(terms_of(self.known[v])) if v in self.known else (v,)
 
     def _note_gather(self, eqn: Any, terms: Sequence[Product], label: Any) -> None:
         """Notes a gather of one element of products in each row, that at the label."""
@@ -319,10 +350,39 @@ def _only_moves(eqn: Any) -> bool:
     return eqn.primitive.name in ("broadcast_in_dim", "reshape")
 
 
-def _total(shift: Sequence[tuple[str, Any]], rows: Iterator[Any]) -> Any:
-    """The sum of what was added to rows, the values of which come first."""
-    of = {"add": lambda y: y, "sub": lambda y: -y, "mul": jnp.log, "div": lambda y: -jnp.log(y)}
-    return sum((of[how](next(rows)) for how, _ in shift), start=np.float32(0))
+class _Rows(NamedTuple):
+    """What results follow from besides statistics: what variables are made of logits, and the values of others."""
+
+    layout: Layout
+    known: Mapping[Any, Any]
+    values: Mapping[Any, Any]
+
+    def __call__(self, v: Any) -> Any:
+        """The value of each row."""
+        return self.values[v].reshape(self.layout.rows)
+
+    def value(self, term: Product, logit: Any, exponent: Any, count: int = 1) -> Any:
+        """The sum over elements of a term without labels, from that of their logits, or their number."""
+        of = {"add": lambda y: y, "sub": lambda y: -y, "mul": jnp.log, "div": lambda y: -jnp.log(y)}
+        e, z = (sum(of[how](self(v)) for how, v in (each.shift if each else ())) for each in term[1:3])
+        out = logit + count * z if term.logits else count
+        out = out if term.exponentials is None else out * jnp.exp(exponent + e)
+        for how, v in term.labels.weights:
+            out = out * self(v) if how == "mul" else out / self(v)
+        return out
+
+    def at_label(self, term: Product, logits: Sequence[Any], label: Any) -> Any:
+        """A term at a label, without the factor of the label, from the logits of each head there."""
+
+        def operand(v: Any) -> Any:
+            if v not in self.known:
+                return label.reshape(self.layout.of_row) if v is LABEL else self.values[v]
+            outs = sum(each.labels.rest * self.at_label(each, logits, label) for each in terms_of(self.known[v]))
+            return outs.reshape(self.layout.of_row).astype(v.aval.dtype)
+
+        e, z = term.places
+        functions = (function.make(*map(operand, function.of)) for function in term.functions)
+        return math.prod((y.reshape(label.shape) for y in functions), start=self.value(term, logits[z], logits[e]))
 
 
 def losses(flow: Dataflow) -> Iterator[tuple[Any, LossHead | str]]:

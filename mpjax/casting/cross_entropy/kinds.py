@@ -6,6 +6,7 @@ import itertools
 from typing import Any, NamedTuple
 
 from mpjax.casting.cross_entropy.labels import Labels, times
+from mpjax.casting.cross_entropy.repeated import Repeated
 
 ONE = Labels((), 1.0)
 
@@ -32,11 +33,15 @@ class Underflow(NamedTuple):
 
 
 class Product(NamedTuple):
-    """The product of labels, the exponentials of logits and logits, each if given."""
+    """The product of labels, the exponentials of logits, logits and any functions of them, each if given.
+
+    The functions are computed at labels only: one element of each row, from those of the variables that they read.
+    """
 
     labels: Labels
     exponentials: Logits | None = None
     logits: Logits | None = None
+    functions: tuple[Repeated, ...] = ()
 
     @property
     def heads(self) -> list[int]:
@@ -44,9 +49,15 @@ class Product(NamedTuple):
         return [each.head for each in (self.exponentials, self.logits) if each is not None]
 
     @property
+    def places(self) -> tuple[int, int]:
+        """The heads of its exponentials and of its logits; 0 for what it has not."""
+        e, z = (0 if each is None else each.head for each in (self.exponentials, self.logits))
+        return e, z
+
+    @property
     def is_exponential(self) -> bool:
         """Whether it is the exponentials of logits, times what is the same in a row."""
-        return self.exponentials is not None and self.logits is None and not self.labels.factors
+        return self.exponentials is not None and self.logits is None and not (self.labels.factors or self.functions)
 
 
 class Sum(NamedTuple):
@@ -74,8 +85,9 @@ def multiplied(left: Any, right: Any) -> Any:
     terms = []
     for pair in itertools.product(terms_of(left), terms_of(right)):
         a, b = sorted(pair, key=lambda product: len(product.labels.factors))
-        if a.labels.factors or not all(None in pair for pair in zip(a[1:], b[1:], strict=True)):
+        if a.labels.factors or None not in (a.exponentials, b.exponentials) or None not in (a.logits, b.logits):
             return None
         labels = times(b.labels, a.labels.rest)._replace(weights=(*a.labels.weights, *b.labels.weights))
-        terms.append(Product(labels, a.exponentials or b.exponentials, a.logits or b.logits))
+        functions = (*a.functions, *b.functions)
+        terms.append(Product(labels, a.exponentials or b.exponentials, a.logits or b.logits, functions))
     return terms[0] if len(terms) == 1 else Sum(tuple(terms)) if terms else None

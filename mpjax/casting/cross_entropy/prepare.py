@@ -122,7 +122,7 @@ def _operands(path: Path, spliced: Callable[..., Any]) -> tuple[list[Any], tuple
 
 def _value(layout: Layout, heads: Heads, count: int, eqn: Any, result: Callable[..., Any], *arrays: Any) -> Any:
     """The result of an equation that reads logits, from their statistics and the values of rows that it takes."""
-    out = result(heads.of_results(arrays[:count]), *(y.reshape(layout.rows) for y in arrays[count:]))
+    out = result(heads.of_results(arrays[:count]), *arrays[count:])
     name, aval = eqn.primitive.name, eqn.outvars[0].aval
     out = out.astype(aval.dtype)
     if name in _REDUCTIONS:

@@ -1,4 +1,7 @@
-"""Reads what is the same in all rows of logits, also if it is computed after it is repeated: biases and masks."""
+"""Reads what is the same in all rows of logits, also if it is computed after it is repeated: biases and masks.
+
+And what follows from one element of each row alone: functions of the label's probability.
+"""
 
 from __future__ import annotations
 
@@ -16,44 +19,57 @@ from mpjax.program.primitives import primitive
 
 # By name: a row is computed by what computes all rows.
 
+LABEL = "label"  # That of each row, as one of the variables that are read.
+
 
 class Repeated(NamedTuple):
-    """What an array repeats in all rows: a function, and the variables that it reads."""
+    """What an array repeats in all rows, or is at one label of each: a function, and the variables that it reads."""
 
     make: Callable[..., Any]
     of: tuple[Any, ...] = ()
 
 
-def repeated(flow: Dataflow, x: Any, layout: Layout, known: Mapping[Any, Repeated]) -> Repeated | None:
-    """What an operand repeats in all rows of a layout, given that of some variables; None if rows differ."""
-    sizes, shape = layout.of_vocabulary, x.aval.shape
+def itself(x: Any) -> Repeated:
+    """A variable that is read as it is."""
+    return Repeated(lambda y: y, (x,))
+
+
+def repeated(flow: Dataflow, x: Any, layout: Layout, known: Mapping[Any, Any], at_label: bool = False) -> Any:
+    """What an operand repeats in all rows, as `Repeated`, given what some variables repeat; None if rows differ.
+
+    Or what it is at the labels; None if that follows from other elements of its row.
+    """
+    sizes, shape = layout.of_row if at_label else layout.of_vocabulary, x.aval.shape
     if (number := number_of(flow, x)) is not None:
         return Repeated(lambda: lax.full(sizes, number, x.aval.dtype))
     if x in known or shape == sizes:
-        return known.get(x, Repeated(lambda y: y, (x,)))
+        return known.get(x, itself(x))
+    several = layout.sizes != layout.of_vocabulary  # One row is all of the logits.
+    if at_label and several and (row := repeated(flow, x, layout, {})) is not None:
+        return Repeated(lambda label, *arrays: row.make(*arrays).ravel()[label], (LABEL, *row.of))
     eqn = flow.maker(unvaried(flow, x))
     if eqn is None or shape != layout.sizes:
         return None
-    if eqn.primitive.name == "iota" and eqn.params["dimension"] == layout.axis:
+    if not at_label and eqn.primitive.name == "iota" and eqn.params["dimension"] == layout.axis:
         return Repeated(lambda: lax.broadcasted_iota(x.aval.dtype, sizes, layout.axis))
     if eqn.primitive.name == "broadcast_in_dim":
         (source,), dims = eqn.invars, eqn.params["broadcast_dimensions"]
         same = all(n in (1, sizes[d]) for n, d in zip(source.aval.shape, dims, strict=True))
         return Repeated(lambda y: lax.broadcast_in_dim(y, sizes, dims), (source,)) if same else None
-    return computed(flow, eqn, layout, known)
+    return computed(flow, eqn, layout, known, at_label)
 
 
-def computed(flow: Dataflow, eqn: Any, layout: Layout, known: Mapping[Any, Repeated]) -> Repeated | None:
-    """What the result of an elementwise equation repeats, or that of a scatter of one number."""
-    if eqn.primitive.name == "scatter":
+def computed(flow: Dataflow, eqn: Any, layout: Layout, known: Mapping[Any, Any], at_label: bool = False) -> Any:
+    """What the result of an elementwise equation repeats, or that of a scatter of one number; or at the labels."""
+    if eqn.primitive.name == "scatter" and not at_label:
         (x, indices, updates), shape = eqn.invars, _shape_of_updates(eqn, layout)
         number = number_of(flow, updates)
         if shape is None or number is None:
             return None
         written = Repeated(lambda: lax.full(shape, number, np.float32))
-        parts = [repeated(flow, x, layout, known), Repeated(lambda y: y, (indices,)), written]
+        parts = [repeated(flow, x, layout, known), itself(indices), written]
     elif primitive(eqn.primitive.name).pointwise:
-        parts = [repeated(flow, y, layout, known) for y in eqn.invars]
+        parts = [repeated(flow, y, layout, known, at_label) for y in eqn.invars]
     else:
         return None
     found = [part for part in parts if part is not None]
