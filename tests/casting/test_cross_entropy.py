@@ -500,6 +500,25 @@ def weighted_by_words(params, x, y):
     return losses.mean() + jnp.mean(jnp.take_along_axis(near, jnp.flip(y, 1)[..., None], -1))
 
 
+def several_labels_of(y):
+    return jnp.stack([y, (y + 1) % V, (7 * y) % V], -1)
+
+
+def of_several_labels(params, x, y):
+    """Unlikelihood of words, and a teacher's largest probabilities that were stored."""
+    log_p = jax.nn.log_softmax(logits_of(params, x))
+    taken = jnp.take_along_axis(log_p, several_labels_of(y), -1)
+    soft = jnp.sum(taken * jnp.array([0.5, 0.3, 0.2]), -1)
+    return -jnp.mean(jnp.log1p(-jnp.clip(jnp.exp(taken), 0, 0.999))) - jnp.mean(soft)
+
+
+def of_several_labels_in_columns(params, x, y):
+    """And of the first row alone, one of them by a one-hot, too."""
+    p = jax.nn.softmax(jnp.einsum("vd,td->vt", params[1], x[0]) + params[2][:, None], 0)
+    taken = jnp.take_along_axis(p, several_labels_of(y[0]).T, 0)
+    return jnp.sum(jax.nn.one_hot(y[0], V, axis=0) * (1 - p) ** 2) - jnp.mean(jnp.log(taken + 0.1).min(0))
+
+
 LOSSES = {
     f.__name__: f
     for f in (
@@ -517,7 +536,8 @@ LOSSES = {
         masked_twice, without_words, masked_where, masked_where_in_columns,
         without_columns, padded_and_without_columns, at_the_diagonal, of_the_second_axis, of_a_middle_axis, of_columns,
         distilled, distilled_on_policy, distilled_by_optax, of_soft_labels, near_a_reference, poly, mixed_up,
-        focal_of_all_words, of_probabilities_and_a_little, weighted_by_words,
+        focal_of_all_words, of_probabilities_and_a_little, weighted_by_words, of_several_labels,
+        of_several_labels_in_columns,
     )
 }  # fmt: skip
 
@@ -707,6 +727,11 @@ def focal_of_the_next_word(params, x, y):
     return -jnp.mean(jnp.sum(jax.nn.one_hot(y, V) * jnp.log(p + jnp.roll(p, 1, -1)), -1))
 
 
+def of_many_labels(params, x, y):
+    p = jax.nn.softmax(logits_of(params, x))
+    return -jnp.mean(jnp.take_along_axis(p, jnp.arange(40) + 0 * y[..., None], -1))
+
+
 def focal_of_two_labels(params, x, y):
     p, hot = jax.nn.softmax(logits_of(params, x)), jax.nn.one_hot(y, V)
     return -jnp.mean(jnp.sum(hot * (1 - p) ** 2 * (jax.nn.one_hot((y + 1) % V, V) + hot), -1))
@@ -729,6 +754,7 @@ REFUSED = {
     focal_and_smoothed: "read by integer_pow (test_cross_entropy.py:",
     focal_of_zeros: "read by integer_pow (test_cross_entropy.py:",
     focal_of_the_next_word: "read by",
+    of_many_labels: "read by gather",
     focal_of_two_labels: "read by mul (test_cross_entropy.py:",
     masked_in_the_sum_alone: "read by select_n",
     of_the_tokens: "read by reduce_max",

@@ -21,7 +21,7 @@ from mpjax.casting.cross_entropy.apart import NORMALISING, is_normalised
 from mpjax.casting.cross_entropy.kinds import ONE, Logits, Product, Sum, Underflow, multiplied, terms_of
 from mpjax.casting.cross_entropy.labels import Labels, Layout, broadcast_of, gathered, labels_of, number_of, scaled
 from mpjax.casting.cross_entropy.path import Path, Refused, is_head, multiplies_rows
-from mpjax.casting.cross_entropy.repeated import LABEL, Repeated, computed, itself, mask_of, repeated
+from mpjax.casting.cross_entropy.repeated import LABEL, Repeated, computed, mask_of, repeated
 from mpjax.casting.setting import tracked
 from mpjax.kernels.cross_entropy import Statistics
 from mpjax.program import compat
@@ -174,9 +174,9 @@ class LossHead:
             case "dot_general", [left, right] if self._contracts_vocabulary(eqn):
                 if (found := multiplied(left, right)) is not None and self._is_summed(found):
                     return self._note(eqn, terms_of(found))
-            case "reduce_sum", [kind] if self._is_over_vocabulary(eqn) and self._is_summed(kind):
+            case "reduce_sum", [kind] if self.layout.axis in eqn.params["axes"] and self._is_summed(kind):
                 return self._note(eqn, terms_of(kind))
-            case "reduce_max", [kind] if self._is_over_vocabulary(eqn) and self._rises(kind):
+            case "reduce_max", [kind] if self.layout.axis in eqn.params["axes"] and self._rises(kind):
                 self.is_loss = True
                 return self._note(eqn, terms_of(kind), largest=True)
             case "argmax", [kind] if eqn.params["axes"] == (self.layout.axis,) and self._rises(kind):
@@ -205,7 +205,7 @@ class LossHead:
         """What a pointwise equation makes of logits, as a function that is computed at labels; None if it can't be."""
         if eqn.primitive.name == "mul":
             return multiplied(*map(self._at_label, eqn.invars))
-        known = {v: itself(v) for v in variables(eqn.invars) if self._is_at_label(v)}
+        known = {v: Repeated(lambda y: y, (v,)) for v in variables(eqn.invars) if self._is_at_label(v)}
         found = computed(self.flow, eqn, self.layout, known, at_label=True)
         return None if found is None else Product(ONE, functions=(found,))
 
@@ -216,7 +216,7 @@ class LossHead:
             kind = multiplied(*map(self._at_label, maker.invars))
         if any(term.labels.factors for term in terms_of(kind)):
             return kind
-        known = {x: itself(x)} if self._is_at_label(x) else {}
+        known = {x: Repeated(lambda y: y, (x,))} if self._is_at_label(x) else {}
         found = repeated(self.flow, x, self.layout, known, at_label=True)
         return None if found is None else Product(ONE, functions=(found,))
 
@@ -237,10 +237,6 @@ class LossHead:
         if isinstance(x, compat.Literal):
             return None
         return self.known.get(x) or labels_of(self.flow, x, self.layout)
-
-    def _is_over_vocabulary(self, eqn: Any) -> bool:
-        """Whether a reduction is over the vocabulary, and maybe over rows too."""
-        return self.layout.axis in eqn.params["axes"]
 
     def _is_summed(self, kind: Any) -> bool:
         """Whether a sum of products over the vocabulary follows from statistics."""

@@ -49,10 +49,9 @@ class Product(NamedTuple):
         return [each.head for each in (self.exponentials, self.logits) if each is not None]
 
     @property
-    def places(self) -> tuple[int, int]:
+    def places(self) -> list[int]:
         """The heads of its exponentials and of its logits; 0 for what it has not."""
-        e, z = (0 if each is None else each.head for each in (self.exponentials, self.logits))
-        return e, z
+        return [0 if each is None else each.head for each in (self.exponentials, self.logits)]
 
     @property
     def is_exponential(self) -> bool:

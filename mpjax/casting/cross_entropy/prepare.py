@@ -17,7 +17,7 @@ from mpjax.casting.cross_entropy.apart import apart, copied, in_order, renamed
 from mpjax.casting.cross_entropy.find import LossHead, losses
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY, HeadOptions
 from mpjax.casting.cross_entropy.labels import Layout
-from mpjax.casting.cross_entropy.path import Factor, Path
+from mpjax.casting.cross_entropy.path import Factor, Path, is_head
 from mpjax.casting.setting import Setting
 from mpjax.kernels.cross_entropy import Head, Heads
 from mpjax.program import compat
@@ -27,18 +27,46 @@ from mpjax.program.source import reason
 
 # By name: moves of rows have parameters of their own.
 
+_LABELS = range(2, 17)  # Several labels of a row, but not many: each is compared with the whole vocabulary.
 _REDUCTIONS: dict[str, Callable[..., Any]] = {"reduce_sum": jnp.sum, "reduce_max": jnp.max}
 
 
 def without_logits(original: Any, setting: Setting) -> tuple[Any, tuple[tuple[Any, str], ...]]:
     """An open jaxpr without the logits of its losses, and the losses that stay, each with the reason."""
-    whole, _ = inlined(original, lambda eqn: True)
+    whole = _with_one_label(inlined(original, lambda eqn: True)[0])
     split, products = apart(whole)
     jaxpr, refused = _fused(split, setting)
     if not products.isdisjoint(v for eqn in live_equations(jaxpr) for v in eqn.outvars):
         jaxpr, refused = _fused(whole, setting)
     changed = any(eqn.primitive is CROSS_ENTROPY for eqn in jaxpr.eqns)
     return (jaxpr if changed else original), tuple(refused)
+
+
+def _with_one_label(jaxpr: Any) -> Any:
+    """A program in which `jnp.take_along_axis` of several labels of a row gathers one after the other."""
+    flow, eqns, names = Dataflow(jaxpr.eqns), list[Any](), dict[Any, Any]()
+    of_logits = flow.after(*(eqn.outvars[0] for eqn in flow.eqns if is_head(flow, eqn)))
+    for eqn in jaxpr.eqns:
+        new = eqn.replace(invars=renamed(eqn.invars, names))
+        axes = _axes_of_labels(eqn) if eqn.primitive.name == "gather" and eqn.invars[0] in of_logits else []
+        if len(axes) == 1:
+            names[eqn.outvars[0]] = _spliced(functools.partial(_one_by_one, eqn, *axes), new.invars, eqns, eqn)
+        else:
+            eqns.append(new)
+    return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars, names))
+
+
+def _axes_of_labels(gather: Any) -> list[int]:
+    """The axes of its indices along which a gather reads a few elements of one row."""
+    numbers, shape = gather.params["dimension_numbers"], gather.invars[1].aval.shape[:-1]
+    of_one = {*gather.params["slice_sizes"]} == {1} and len(numbers.start_index_map) == 1
+    return [d for d, n in enumerate(shape) if of_one and d not in numbers.start_indices_batching_dims and n in _LABELS]
+
+
+def _one_by_one(gather: Any, axis: int, x: Any, indices: Any) -> Any:
+    outs = [gather.primitive.bind(x, part, **gather.params) for part in jnp.split(indices, indices.shape[axis], axis)]
+    others = gather.params["dimension_numbers"].offset_dims
+    return jnp.concatenate(outs, [d for d in range(outs[0].ndim) if d not in others][axis])
 
 
 def _fused(jaxpr: Any, setting: Setting) -> tuple[Any, list[tuple[Any, str]]]:

@@ -29,11 +29,6 @@ class Repeated(NamedTuple):
     of: tuple[Any, ...] = ()
 
 
-def itself(x: Any) -> Repeated:
-    """A variable that is read as it is."""
-    return Repeated(lambda y: y, (x,))
-
-
 def repeated(flow: Dataflow, x: Any, layout: Layout, known: Mapping[Any, Any], at_label: bool = False) -> Any:
     """What an operand repeats in all rows, as `Repeated`, given what some variables repeat; None if rows differ.
 
@@ -43,9 +38,8 @@ def repeated(flow: Dataflow, x: Any, layout: Layout, known: Mapping[Any, Any], a
     if (number := number_of(flow, x)) is not None:
         return Repeated(lambda: lax.full(sizes, number, x.aval.dtype))
     if x in known or shape == sizes:
-        return known.get(x, itself(x))
-    several = layout.sizes != layout.of_vocabulary  # One row is all of the logits.
-    if at_label and several and (row := repeated(flow, x, layout, {})) is not None:
+        return known.get(x, Repeated(lambda y: y, (x,)))
+    if at_label and layout.sizes != layout.of_vocabulary and (row := repeated(flow, x, layout, {})) is not None:
         return Repeated(lambda label, *arrays: row.make(*arrays).ravel()[label], (LABEL, *row.of))
     eqn = flow.maker(unvaried(flow, x))
     if eqn is None or shape != layout.sizes:
@@ -67,7 +61,7 @@ def computed(flow: Dataflow, eqn: Any, layout: Layout, known: Mapping[Any, Any],
         if shape is None or number is None:
             return None
         written = Repeated(lambda: lax.full(shape, number, np.float32))
-        parts = [repeated(flow, x, layout, known), itself(indices), written]
+        parts = [repeated(flow, x, layout, known), Repeated(lambda y: y, (indices,)), written]
     elif primitive(eqn.primitive.name).pointwise:
         parts = [repeated(flow, y, layout, known, at_label) for y in eqn.invars]
     else:
