@@ -156,7 +156,8 @@ def _of_counts(counts: Any, scales: str = "") -> list[str]:
     calls, retries, skipped, reruns = map(int, counts)
     lines = [f"    {skipped} skipped, {retries} repeated at a lower loss scale{scales}"]
     if reruns:
-        lines.append(f"    {reruns} of {calls} forward passes gave inf or NaN, and were run again in float32 for their values")
+        found = f"{reruns} of {calls} forward passes gave inf or NaN"
+        lines.append(f"    {found}, and were run again in float32 for their values")
     return lines + [f"    {skipped} of {calls} gradients {SKIPPED}"] * bool(skipped)
 
 
