@@ -817,6 +817,23 @@ def test_a_matmul_without_a_softmax_stays_as_it_is():
     assert not rows(loss, *arguments())
 
 
+@pytest.mark.parametrize("of_bias", [False, True])
+def test_what_each_step_reads_twice_is_read_once(of_bias):
+    """The time to trace doubled with each step: 2 s for 4 steps of a function, 54 s for 15 of a bias."""
+
+    def loss(params, x, y):
+        logits = logits_of(params, x)
+        start = jnp.broadcast_to(params[2], logits.shape) if of_bias else jax.nn.softmax(logits)
+        out = functools.reduce(lambda h, _: h * (h + 1.0), range(40), start)
+        if of_bias:
+            return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits + out), y[..., None], -1))
+        return -jnp.mean(jnp.sum(jax.nn.one_hot(y, V) * out, -1))
+
+    (row,) = rows(loss, *arguments())
+    assert row.op == ("cross_entropy" if of_bias else "fused_cross_entropy")
+    assert "read by add" in row.why or not of_bias
+
+
 def test_heads_that_label_each_other_end():
     """One of them is fused, and gives its argmax to the other, which stays as it is."""
 

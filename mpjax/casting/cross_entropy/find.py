@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from mpjax.casting.cross_entropy.apart import NORMALISING, is_normalised
-from mpjax.casting.cross_entropy.kinds import ONE, Logits, Product, Sum, Underflow, multiplied, terms_of
+from mpjax.casting.cross_entropy.kinds import ONE, Logits, Product, Sum, Underflow, multiplied, summed, terms_of
 from mpjax.casting.cross_entropy.labels import Labels, Layout, broadcast_of, gathered, labels_of, number_of, scaled
 from mpjax.casting.cross_entropy.path import Path, Refused, is_head, multiplies_rows
 from mpjax.casting.cross_entropy.repeated import LABEL, Repeated, computed, mask_of, repeated
@@ -151,7 +151,7 @@ class LossHead:
                 terms = [self._as_terms(*each) for each in zip(ins, kinds, strict=True)]
                 if all(terms):
                     sign = Labels((), -1.0 if name == "sub" else 1.0)
-                    product = Sum((*terms[0], *terms_of(multiplied(Sum(terms[1]), sign))))
+                    product = summed((*terms[0], *terms_of(multiplied(Sum(terms[1]), sign))))
             case "exp", [Logits(_, _, False) as logits]:
                 return Product(ONE, logits)
             case "log", [Product(Labels((), 1.0, weights), Logits(shift) as kind, None, ())]:
@@ -289,7 +289,7 @@ class LossHead:
             fill: What it gives there.
         """
         clipped = mode not in (None, lax.GatherScatterMode.FILL_OR_DROP)
-        size, stopped, given = self.vocabulary, eqn.outvars[0] in self.stopped, [*dict.fromkeys(self._given(terms))]
+        size, stopped, given = self.vocabulary, eqn.outvars[0] in self.stopped, [*self._given(terms, {})]
         for (factors, rest, _), exponentials, _, _ in terms:
             for y, _ in factors:
                 self.labels.setdefault((y, clipped), len(self.labels))
@@ -310,7 +310,7 @@ class LossHead:
                 # The exponential of a logsumexp does not overflow. No probability is 1, where powers have no slope.
                 at = [jnp.where(inside, each.at[i], each.logsumexp - 1) for each in found]
                 label = jnp.clip(y, 0, size - 1).astype(np.int32)
-                out = out + factor * jnp.where(inside, rows.at_label(term, at, label), 0)
+                out = out + factor * jnp.where(inside, rows.at_label(term, at, label, {}), 0)
             return out, inside
 
         def result(found: Sequence[Statistics], *arrays: Any) -> Any:
@@ -321,13 +321,15 @@ class LossHead:
 
         self.reads.append((eqn, result, tuple(given)))
 
-    def _given(self, terms: Sequence[Product]) -> Iterator[Any]:
-        """The variables besides logits from which products follow."""
+    def _given(self, terms: Sequence[Product], found: dict[Any, bool]) -> Iterator[Any]:
+        """The variables besides logits from which products follow; `found` gets all, with whether each is one."""
         for (factors, _, weights), exponentials, logits, functions in terms:
-            yield from (row for each in (exponentials, logits) if each is not None for _, row in each.shift)
-            yield from (y for y, _ in (*factors, *((weight, how) for how, weight in weights)))
-            for v in (v for function in functions for v in function.of if v is not LABEL):
-                yield from self._given(terms_of(self.known[v])) if v in self.known else (v,)
+            rows = [row for each in (exponentials, logits) if each is not None for _, row in each.shift]
+            found.update(dict.fromkeys((*rows, *(y for y, _ in factors), *(y for _, y in weights)), True))
+            for v in (v for function in functions for v in function.of if v is not LABEL and v not in found):
+                found[v] = v not in self.known
+                self._given(terms_of(self.known.get(v)), found)
+        return (v for v, is_given in found.items() if is_given)
 
     def _note_gather(self, eqn: Any, terms: Sequence[Product], label: Any) -> None:
         """Notes a gather of one element of products in each row, that at the label."""
@@ -367,14 +369,20 @@ class _Rows(NamedTuple):
             out = out * self(v) if how == "mul" else out / self(v)
         return out
 
-    def at_label(self, term: Product, logits: Sequence[Any], label: Any) -> Any:
-        """A term at a label, without the factor of the label, from the logits of each head there."""
+    def at_label(self, term: Product, logits: Sequence[Any], label: Any, found: dict[Any, Any]) -> Any:
+        """A term at a label, without the factor of the label, from the logits of each head there.
+
+        `found` holds what functions have read, which several of them may read.
+        """
 
         def operand(v: Any) -> Any:
             if v not in self.known:
                 return label.reshape(self.layout.of_row) if v is LABEL else self.values[v]
-            outs = sum(each.labels.rest * self.at_label(each, logits, label) for each in terms_of(self.known[v]))
-            return outs.reshape(self.layout.of_row).astype(v.aval.dtype)
+            if v not in found:
+                terms = terms_of(self.known[v])
+                outs = sum(each.labels.rest * self.at_label(each, logits, label, found) for each in terms)
+                found[v] = outs.reshape(self.layout.of_row).astype(v.aval.dtype)
+            return found[v]
 
         e, z = term.places
         functions = (function.make(*map(operand, function.of)) for function in term.functions)

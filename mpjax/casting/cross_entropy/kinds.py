@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mpjax.casting.cross_entropy.labels import Labels, times
 from mpjax.casting.cross_entropy.repeated import Repeated
 
 ONE = Labels((), 1.0)
+_MOST = 32  # products and functions in a sum
 
 
 class Logits(NamedTuple):
@@ -80,7 +82,7 @@ def terms_of(kind: Any) -> tuple[Product, ...]:
 
 
 def multiplied(left: Any, right: Any) -> Any:
-    """The product of two; None if a term of it has several labels, logits or exponentials."""
+    """The product of two; None if a term of it has several labels, logits or exponentials, or if it has many terms."""
     terms = []
     for pair in itertools.product(terms_of(left), terms_of(right)):
         a, b = sorted(pair, key=lambda product: len(product.labels.factors))
@@ -89,4 +91,11 @@ def multiplied(left: Any, right: Any) -> Any:
         labels = times(b.labels, a.labels.rest)._replace(weights=(*a.labels.weights, *b.labels.weights))
         functions = (*a.functions, *b.functions)
         terms.append(Product(labels, a.exponentials or b.exponentials, a.logits or b.logits, functions))
+    return summed(terms)
+
+
+def summed(terms: Sequence[Product]) -> Any:
+    """A sum of products; None if there are none, or too many: those of `f = f * (f + 1)` double with each step."""
+    if sum(1 + len(term.functions) for term in terms) > _MOST:
+        return None
     return terms[0] if len(terms) == 1 else Sum(tuple(terms)) if terms else None

@@ -17,6 +17,8 @@ from mpjax.program.primitives import primitive
 
 # By name: labels are found by how they are compared and gathered.
 
+_DEEP = 12  # operations between a comparison and what reads the labels: an operand may be read twice by each
+
 
 class Layout(NamedTuple):
     """The sizes of an array of logits, and which axis is the vocabulary."""
@@ -109,36 +111,36 @@ def scalar_of(flow: Dataflow, x: Any) -> Any:
     return scalar_of(flow, maker.invars[0]) if repeats else None
 
 
-def labels_of(flow: Dataflow, x: Any, layout: Layout) -> Labels | None:
-    """An operand as numbers that differ at labels only."""
+def labels_of(flow: Dataflow, x: Any, layout: Layout, depth: int = _DEEP) -> Labels | None:
+    """An operand as numbers that differ at labels only; None for others, and after more than `depth` operations."""
     eqn = flow.maker(unvaried(flow, x))
-    if eqn is None or x.aval.shape != layout.sizes:
+    if eqn is None or x.aval.shape != layout.sizes or not depth:
         return None
     name, ins, rows = eqn.primitive.name, eqn.invars, layout.of_row
     if name == "select_n" and len(ins) == 3:
-        off, on, hit = number_of(flow, ins[1]), number_of(flow, ins[2]), labels_of(flow, ins[0], layout)
+        off, on, hit = number_of(flow, ins[1]), number_of(flow, ins[2]), labels_of(flow, ins[0], layout, depth - 1)
         if off is not None and on is not None and hit is not None and hit.rest == 0 and not hit.weights:
             return times(hit, on - off)._replace(rest=off)
     elif name == "gt":
-        hot, least = labels_of(flow, ins[0], layout), number_of(flow, ins[1])
+        hot, least = labels_of(flow, ins[0], layout, depth - 1), number_of(flow, ins[1])
         return hot if hot is not None and hot.is_hot and least is not None and 0 <= least < 1 else None
     elif name == "eq":
         for i in (0, 1):
             if _counts(flow, ins[i], layout) and (label := broadcast_of(flow, ins[1 - i], rows)) is not None:
                 return Labels(((label, 1.0),))
     elif name == "convert_element_type":
-        labels = labels_of(flow, ins[0], layout)
+        labels = labels_of(flow, ins[0], layout, depth - 1)
         exact = compat.is_inexact(x.aval) or (labels is not None and labels.is_hot)
         return labels if exact else None  # 0.5 is 0 as an integer, and true.
     elif name in ("mul", "add", "div", "sub"):
         for i in (0, 1) if name in ("mul", "add") else (0,):
-            labels = None if isinstance(ins[i], compat.Literal) else labels_of(flow, ins[i], layout)
+            labels = None if isinstance(ins[i], compat.Literal) else labels_of(flow, ins[i], layout, depth - 1)
             if labels is None:
                 continue
             if name in ("mul", "div"):
                 return scaled(flow, labels, name, ins[1 - i], rows)
             number, sign = number_of(flow, ins[1 - i]), 1.0 if name == "add" else -1.0
-            more = labels_of(flow, ins[1 - i], layout) if number is None else Labels((), number)
+            more = labels_of(flow, ins[1 - i], layout, depth - 1) if number is None else Labels((), number)
             if more is not None and not labels.weights and not more.weights:
                 return Labels((*labels.factors, *times(more, sign).factors), labels.rest + sign * more.rest)
     return None

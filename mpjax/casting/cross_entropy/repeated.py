@@ -20,13 +20,21 @@ from mpjax.program.primitives import primitive
 # By name: a row is computed by what computes all rows.
 
 LABEL = "label"  # That of each row, as one of the variables that are read.
+_MOST = 256  # operations: what is read twice is computed twice, and in turn what it reads
 
 
 class Repeated(NamedTuple):
-    """What an array repeats in all rows, or is at one label of each: a function, and the variables that it reads."""
+    """What an array repeats in all rows, or is at one label of each.
+
+    Args:
+        make: A function.
+        of: The variables that it reads.
+        size: The number of its operations.
+    """
 
     make: Callable[..., Any]
     of: tuple[Any, ...] = ()
+    size: int = 1
 
 
 def repeated(flow: Dataflow, x: Any, layout: Layout, known: Mapping[Any, Any], at_label: bool = False) -> Any:
@@ -40,7 +48,7 @@ def repeated(flow: Dataflow, x: Any, layout: Layout, known: Mapping[Any, Any], a
     if x in known or shape == sizes:
         return known.get(x, Repeated(lambda y: y, (x,)))
     if at_label and layout.sizes != layout.of_vocabulary and (row := repeated(flow, x, layout, {})) is not None:
-        return Repeated(lambda label, *arrays: row.make(*arrays).ravel()[label], (LABEL, *row.of))
+        return Repeated(lambda label, *arrays: row.make(*arrays).ravel()[label], (LABEL, *row.of), row.size)
     eqn = flow.maker(unvaried(flow, x))
     if eqn is None or shape != layout.sizes:
         return None
@@ -61,19 +69,23 @@ def computed(flow: Dataflow, eqn: Any, layout: Layout, known: Mapping[Any, Any],
         if shape is None or number is None:
             return None
         written = Repeated(lambda: lax.full(shape, number, np.float32))
-        parts = [repeated(flow, x, layout, known), Repeated(lambda y: y, (indices,)), written]
+        parts = iter([repeated(flow, x, layout, known), Repeated(lambda y: y, (indices,)), written])
     elif primitive(eqn.primitive.name).pointwise:
-        parts = [repeated(flow, y, layout, known, at_label) for y in eqn.invars]
+        parts = (repeated(flow, y, layout, known, at_label) for y in eqn.invars)
     else:
         return None
-    found = [part for part in parts if part is not None]
+    found = []
+    for part in parts:
+        if part is None or part.size >= _MOST:
+            return None
+        found.append(part)
 
     def make(*arrays: Any) -> Any:
         rest = iter(arrays)
         operands = [part.make(*(next(rest) for _ in part.of)) for part in found]
         return eqn.primitive.bind(*same_axes(operands), **eqn.params)
 
-    return Repeated(make, tuple(v for part in found for v in part.of)) if len(found) == len(parts) else None
+    return Repeated(make, tuple(v for part in found for v in part.of), 1 + sum(part.size for part in found))
 
 
 def mask_of(flow: Dataflow, select: Any, x: Any) -> tuple[Any, ...]:
