@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -51,7 +52,7 @@ def check_inputs(program: Any, policy: Policy) -> None:
     for name, x in zip(program.names, program.arrays, strict=True):
         if x.dtype in HALF_DTYPES:
             halves.append((name, x))
-        elif x.dtype == np.float64:
+        elif jax.typeof(x).dtype == np.float64:  # Without jax_enable_x64, JAX reads a float64 of NumPy as float32.
             doubles.append((name, x))
     halves = [(name, x) for name, x in halves if compat.is_differentiated(x)]  # frozen parameters need no masters
     floats = [x for x in program.arrays if jnp.issubdtype(x.dtype, jnp.floating)]

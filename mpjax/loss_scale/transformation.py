@@ -112,6 +112,9 @@ def dynamic_loss_scale(
     Source: Micikevicius et al. 2018 (https://arxiv.org/abs/1710.03740); the names follow
     `torch.amp.GradScaler`, and the hysteresis follows Megatron-LM.
     """
+    init_scale, growth_factor = _number("init_scale", init_scale), _number("growth_factor", growth_factor)
+    min_scale, max_scale = _number("min_scale", min_scale), _number("max_scale", max_scale)
+    backoff_factor = _number("backoff_factor", backoff_factor)
     in_order = _SMALLEST <= min_scale <= max_scale <= _LARGEST
     _check(in_order, "min_scale, max_scale", (min_scale, max_scale), "need 2**-126 <= min_scale <= max_scale <= 2**126")
     between = f"must lie between min_scale={min_scale!r} and max_scale={max_scale!r}"
@@ -170,6 +173,7 @@ def static_loss_scale(
         128.0
     """
     applying.refuse_swapped("static_loss_scale", inner, scale)
+    scale = _number("scale", scale)
     _check(_SMALLEST <= scale <= _LARGEST, "scale", scale, "must lie between 2**-126 and 2**126")
     return _fixed(inner, scale, axis_name, grads_are_scaled)
 
@@ -415,6 +419,15 @@ def _check_shapes(new: Any, params: Any) -> Any:
 def _check(ok: bool, name: str, value: Any, rule: str) -> None:
     if not ok:
         raise ValueError(f"loss scale: {name}={value!r}: {rule}.")
+
+
+def _number(name: str, value: Any) -> float:
+    """Converts a real number of any type, also of a scalar array, to `float`. Raises for other values."""
+    is_number = not isinstance(value, str | bool) and np.ndim(value) == 0
+    try:
+        return float(value if is_number else None)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"loss scale: {name}={value!r}: must be a number.") from None
 
 
 def _count(name: str, value: Any) -> int:

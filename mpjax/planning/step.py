@@ -152,7 +152,7 @@ class Place:
             sharding = jax.sharding.NamedSharding(self.mesh, spec)
         elif self.devices:
             sharding = jax.sharding.SingleDeviceSharding(self.devices[0])
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(x.shape, jax.typeof(x).dtype, sharding=sharding)
 
 
 @dataclasses.dataclass

@@ -8,6 +8,7 @@ import warnings
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental import sparse
@@ -131,6 +132,14 @@ def test_float64_inputs_are_reported():
         with pytest.warns(AutocastWarning) as caught:
             mpjax.autocast(loss)(*args)
     assert any("args[0]['w'] (float64)" in str(w.message) for w in caught)
+
+
+@pytest.mark.parametrize("call", [lambda fun, *args: fun(*args), mpjax.audit])
+def test_numpy_arrays_that_jax_reads_as_float32_are_no_warning(call):
+    args = {"w": np.asarray(W, np.float64)}, np.asarray(X, np.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(mpjax.autocast(loss), *args)
 
 
 @pytest.mark.parametrize("inside", [lambda fun: fun, jax.jit, mpjax.grad])

@@ -199,7 +199,7 @@ def _residuals(program: TracedCall, flow: Flow, sites: list[Site]) -> tuple[list
     if gradient is None:
         note = "its gradient was not inspected: the first positional argument or the results have no real numbers"
         return None, flow, [note]
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.arrays]
+    shapes = [jax.ShapeDtypeStruct(a.shape, jax.typeof(a).dtype) for a in program.arrays]
     try:
         with contexts.scaled_losses(()):  # the user did not differentiate it
             traced = compat.trace(gradient, *shapes)
