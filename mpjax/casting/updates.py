@@ -87,7 +87,7 @@ def summary(jaxpr: Any) -> Summary:
         own = _products(eqn, read[:2]) if eqn.primitive.name in MATMULS else []
         products.extend(own)
         behind = frozenset(own).union(*(x.products for x in read))
-        return [_result(eqn, read)._replace(products=behind)] * len(eqn.outvars)
+        return [_result(eqn, read, out)._replace(products=behind) for out in eqn.outvars]
 
     env = dict.fromkeys(jaxpr.constvars, Contents()) | inputs
     outs = evaluate(jaxpr, env, rule, constant=lambda literal, eqn: Contents())
@@ -104,10 +104,17 @@ def _products(eqn: Any, operands: Sequence[Contents]) -> list[Product]:
     return [(x.input, other.inputs) for x, other, is_map in pairs if is_map and x.input is not None]
 
 
-def _result(eqn: Any, read: Sequence[Contents]) -> Contents:
+def _result(eqn: Any, read: Sequence[Contents], out: Any) -> Contents:
     row = primitive(eqn.primitive.name)
     inputs = frozenset().union(*(x.inputs for x in read))
     arrays = [x for x in read if not x.number]
+    if row.op is Op.OPAQUE:  # An operation of another library may pass on any array of this shape.
+        passed = [
+            x.terms
+            for x, v in zip(read, eqn.invars, strict=True)
+            if getattr(v.aval, "shape", None) == getattr(out.aval, "shape", ())
+        ]
+        return Contents(_merged(passed, Added.NOTHING), inputs)
     if not arrays:
         return Contents(inputs=inputs, number=row.elementwise or row.moves or row.whole or row.exact)
     if row.scales and len(arrays) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -367,6 +368,29 @@ def test_steps_of_one_map_may_be_calls(wrap, dtype, of_gradient):
         return jnp.mean((5 * x @ w - 1) ** 2)
 
     kind = Kind(loss, np.float32(rng.normal(size=(12, 12)) / 4), np.float32(rng.normal(size=(16, 12))))
+    cast = lambda fun: mpjax.autocast(fun, f"mixed_{dtype}")
+    assert error_of_by_hand(kind, cast, jnp.dtype(dtype), of_gradient) <= 1.5
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("of_gradient", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_loop_of_another_library_does_not_round_its_state_in_each_step(dtype, of_gradient):
+    """Each step of diffrax's Euler method ends with a primitive of Equinox: 37 times by hand, over 100 steps."""
+    rng = np.random.default_rng(0)
+
+    def loss(p, x):
+        def step(carry):
+            i, x = carry
+            return i + 1, x + 0.02 * jnp.tanh(x @ p["w"]) @ p["v"]
+
+        _, x = eqxi.while_loop(
+            lambda carry: carry[0] < 40, step, (0, x), max_steps=40, kind="checkpointed", checkpoints=40
+        )
+        return jnp.mean((x - 1) ** 2)
+
+    params = {"w": np.float32(rng.normal(size=(4, 32)) / 2), "v": np.float32(rng.normal(size=(32, 4)) / 6)}
+    kind = Kind(loss, params, np.float32(rng.normal(size=(16, 4))))
     cast = lambda fun: mpjax.autocast(fun, f"mixed_{dtype}")
     assert error_of_by_hand(kind, cast, jnp.dtype(dtype), of_gradient) <= 1.5
 
