@@ -144,6 +144,8 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
         return inference.in_float32(eqn, listing, Level.HALF, f"{why}: half activation, shifted")
     if level == Level.HALF and used & Use.ANY_HALF and _rounds_a_number(inference, eqn):
         return inference.in_float32(eqn, listing, Level.HALF, f"{why}: half activation, half would change its number")
+    if level == Level.HALF and used & Use.ANY_HALF and _is_number(inference, eqn, listing):
+        return inference.in_float32(eqn, listing, Level.HALF, f"{why}: half activation, a number")
     if level == Level.HALF and used & Use.ANY_HALF:
         return inference.in_half(eqn, listing, Level.HALF, f"{why}: half activation")
     if level == Level.HALF:
@@ -178,6 +180,12 @@ def _rounds_a_number(inference: Inference, eqn: Any) -> bool:
     return any(
         not (setting.represents(v) if isinstance(v, compat.Literal) else _is_half(inference, v)) for v in numbers
     )
+
+
+def _is_number(inference: Inference, eqn: Any, listing: Listing) -> bool:
+    """Whether the result is one number, of which half saves nothing: the steps of an unrolled recurrence round it."""
+    chosen = listing.entry is not None or listing.region in IN_HALF or inference.setting.rules.level == "half"
+    return not chosen and compat.numel(eqn.outvars[0].aval) == 1
 
 
 def _is_half(inference: Inference, v: Any) -> bool:

@@ -233,15 +233,15 @@ def _is_moved(eqn: Any) -> bool:
     return len(eqn.invars) == 1 and primitive(eqn.primitive.name).op is Op.MOVE
 
 
-def adds_arrays(eqn: Any, names: Sequence[str] = ("add", "add_any")) -> bool:
-    """Whether an equation adds two float32 arrays of one shape."""
+def adds_arrays(eqn: Any, names: Sequence[str] = ("add", "add_any"), axes: int = 2) -> bool:
+    """Whether an equation adds two float32 arrays of one shape, which has some axes at least."""
     if eqn.primitive.name not in names:
         return False
     out = eqn.outvars[0]
     # Storing scalars and vectors in half saves nothing.
     return (
         tracked(out)
-        and len(out.aval.shape) > 1
+        and len(out.aval.shape) >= axes
         and all(tracked(v) and not isinstance(v, compat.Literal) and v.aval.shape == out.aval.shape for v in eqn.invars)
     )
 

@@ -272,14 +272,15 @@ _GATES = 3  # A layer may well have a gate; an unrolled loop has more.
 def gated_additions(jaxpr: Any) -> frozenset[Any]:
     """The additions to a state that gates multiply, `gate * state + new`, of an unrolled LSTM or a highway network.
 
-    They are added to in turn, directly or times a gate, and gates multiply the state several times.
+    They are added to in turn, directly or times a gate, and gates multiply the state several times. So do the numbers
+    by which a recurrence decays, `0.9 * state + new`, where the new value does not follow from the state.
     """
     flow, states = dataflow(jaxpr), carried(jaxpr)
     gates: dict[Any, int] = {}  # that multiplied a sum so far
     chain: dict[Any, tuple[Any, ...]] = {}  # the sums before it
     found: set[Any] = set()
     for eqn in flow.eqns:
-        if not adds_arrays(eqn, ("add", "add_any", "sub")):
+        if not adds_arrays(eqn, ("add", "add_any", "sub"), axes=1):
             continue
         count, before = max(
             ((gates.get(v, 0) + gated, v) for v, gated in _added(flow, eqn, states)),
@@ -301,5 +302,9 @@ def _added(flow: Dataflow, eqn: Any, states: Mapping[Any, Any]) -> Iterator[tupl
         product = flow.maker(flow.source(v, is_moved_whole))
         if product is not None and primitive(product.primitive.name).multiplies:
             for state, gate in (product.invars, product.invars[::-1]):
-                if is_gate(flow, gate) and not isinstance(state, compat.Literal):
-                    yield states.get(state, state), 1
+                if isinstance(state, compat.Literal):
+                    continue
+                root, others = states.get(state, state), [w for w in eqn.invars if w is not v]
+                decays = compat.numel(gate.aval) == 1 and not flow.depends(others, root)
+                if decays or is_gate(flow, gate):
+                    yield root, 1

@@ -217,7 +217,8 @@ def _keeps_float32(level: Level, use: Use, body: SubJaxpr, i: int, setting: Sett
     added = added_to(body, i)
     if level == Level.ZERO or (level <= Level.COMPUTED and added == Added.STEP):
         return bool(added)
-    return bool(added) and is_one_map(body, i)
+    # Without a matmul in the body, its iterations are steps of a recurrence, such as that of discounted returns.
+    return bool(added) and (is_one_map(body, i) or not has_matmuls(body.jaxpr))
 
 
 # Issuing again.
