@@ -27,11 +27,12 @@ class Added(enum.IntEnum):
     """What was added to a value that a sum contains."""
 
     NOTHING = 0
-    TERM = 1
-    STEP = 2  # A multiple by a number, such as a learning rate.
+    FACTOR = 1  # Nothing, but it was multiplied by what does not follow from it.
+    TERM = 2
+    STEP = 3  # A multiple by a number, such as a learning rate.
 
 
-Product = tuple[int, frozenset[int]]
+Product = tuple[int | None, frozenset[int]]
 
 
 class Contents(NamedTuple):
@@ -63,8 +64,8 @@ class Summary(NamedTuple):
 
     Args:
         outs: The contents of the outputs.
-        products: For each matmul that maps a value by a function of one input: that input, and the inputs that the
-            other operand depends on.
+        products: For each matmul that maps a value: the input by a function of which it does, if that is one, and the
+            inputs that the value depends on.
     """
 
     outs: tuple[Contents, ...]
@@ -101,7 +102,7 @@ def _products(eqn: Any, operands: Sequence[Contents]) -> list[Product]:
         contracted, batch = eqn.params["dimension_numbers"]
         maps = [len(v.aval.shape) > len(c) + len(b) for v, c, b in zip(eqn.invars, contracted, batch, strict=True)]
     pairs = zip(operands, reversed(operands), maps, strict=True)
-    return [(x.input, other.inputs) for x, other, is_map in pairs if is_map and x.input is not None]
+    return [(x.input, other.inputs) for x, other, is_map in pairs if is_map]
 
 
 def _result(eqn: Any, read: Sequence[Contents], out: Any) -> Contents:
@@ -122,12 +123,12 @@ def _result(eqn: Any, read: Sequence[Contents], out: Any) -> Contents:
         multiplied = arrays[:1] if eqn.primitive.name == "div" else arrays
         terms = _merged([x.terms for x in multiplied], Added.NOTHING)
         own = {i: Added.TERM for i in terms if any(i in x.inputs and i not in x.terms for x in arrays)}
-        return Contents(_merged([terms, own], Added.NOTHING), inputs)
+        return Contents(_merged([terms, own], Added.FACTOR), inputs)
     scales = row.scales
     moves = row.moves or row.whole
     if not (scales or moves or row.accumulates or row.join or row.overwrites or row.lookup or row.pointwise):
         return Contents(inputs=inputs)
-    added = Added.NOTHING
+    added = Added.FACTOR if scales else Added.NOTHING
     if (row.adds or (row.kernel and row.accumulates)) and len(arrays) > 1:
         added = Added.STEP if any(x.scaled for x in arrays) else Added.TERM
     first = arrays[0]
@@ -157,8 +158,7 @@ def _through(eqn: Any, read: Sequence[Contents], products: list[Product]) -> lis
             return frozenset().union(*(operand(i).inputs for i in inputs))
 
         def mapped(pairs: Iterable[Product]) -> list[Product]:
-            named = [(operand(i).input, depends(others)) for i, others in pairs]
-            return [(i, others) for i, others in named if i is not None]
+            return [(None if i is None else operand(i).input, depends(others)) for i, others in pairs]
 
         products += mapped(inside.products)
         if len(inside.outs) != len(outs):  # the condition of a `while`
@@ -179,6 +179,11 @@ def added_to(body: SubJaxpr, i: int) -> Added:
 
     To multiply it by a function of it adds as well: `state * gate(state)` is `state + state * (gate(state) - 1)`.
     """
+    changed = _changed(body, i)
+    return changed if changed >= Added.TERM else Added.NOTHING
+
+
+def _changed(body: SubJaxpr, i: int) -> Added:
     return summary(body.jaxpr).outs[i].terms.get(body.consts + i, Added.NOTHING)
 
 
@@ -207,10 +212,23 @@ def is_one_map(body: SubJaxpr, i: int) -> bool:
     On the way to it, matmuls multiply the carry by loop invariants only. A `scan` over layers multiplies it by an array
     that is scanned.
     """
+    factors = {k for k in _factors_of_carry(body, i) if k is not None}
+    return any(k < body.consts for k in factors) and not any(k >= body.consts + body.carry for k in factors)
+
+
+def is_recurrence(body: SubJaxpr, i: int) -> bool:
+    """Whether a loop multiplies the `i`-th value of its carry or adds to it, and no matmul multiplies the carry before.
+
+    Such are exponential moving averages, discounted returns, and the cotangents of what decays.
+    """
+    return bool(_changed(body, i)) and not _factors_of_carry(body, i)
+
+
+def _factors_of_carry(body: SubJaxpr, i: int) -> set[int | None]:
+    """The inputs by which matmuls multiply the carry of a loop on the way to its `i`-th value; None for several."""
     end = body.consts + body.carry
     products = summary(body.jaxpr).outs[i].products
-    multiplied = {k for k, others in products if any(body.consts <= j < end for j in others)}
-    return any(k < body.consts for k in multiplied) and not any(k >= end for k in multiplied)
+    return {k for k, others in products if any(body.consts <= j < end for j in others)}
 
 
 # Outside of loops: the additions of a program.
@@ -293,7 +311,8 @@ def _added_inside(call: Any) -> Iterator[tuple[Any, list[Any]]]:
     """The results of a call that are sums of an operand and of what matmuls compute, with these operands."""
     (inner,) = sub_jaxprs(call)
     for v, out in zip(call.outvars, summary(inner.jaxpr).outs, strict=True):
-        terms = [call.invars[i] for i, added in out.terms.items() if added and out.products]
+        maps = any(k is not None for k, _ in out.products)
+        terms = [call.invars[i] for i, added in out.terms.items() if added >= Added.TERM and maps]
         terms = [w for w in variables(terms) if w.aval.shape == v.aval.shape and len(v.aval.shape) > 1]
         if terms:
             yield v, terms
@@ -316,7 +335,7 @@ def _factors(eqn: Any, origin: Mapping[Any, Any]) -> set[Any]:
             eqn.invars[sub.operands[i]]
             for sub in sub_jaxprs(eqn)
             for i, _ in summary(sub.jaxpr).products
-            if sub.operands[i] is not None
+            if i is not None and sub.operands[i] is not None
         ]
     return {origin[v] for v in variables(read) if v in origin}
 

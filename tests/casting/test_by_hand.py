@@ -297,23 +297,46 @@ def test_a_state_that_decays_is_not_rounded_in_each_step(decay, dtype, of_gradie
     assert error_of_by_hand(kind, cast, jnp.dtype(dtype), of_gradient) <= 2.0
 
 
+def averaged(state, row):
+    return 0.99 * state + 0.01 * row
+
+
+def unrolled_averages(features, x):
+    states = list(features(x)[:1])
+    for row in features(x):
+        states.append(averaged(states[-1], row))
+    return jnp.stack(states)
+
+
+def averages_in_a_buffer(features, x):
+    h = features(x)
+    step = lambda i, states: (averaged(states[0], h[i]), states[1].at[i].set(averaged(states[0], h[i])))
+    return jax.lax.fori_loop(0, len(h), step, (h[0], jnp.zeros_like(h)))[1]
+
+
+# A running mean of features, which a matmul reads.
+AVERAGES = {
+    "scan": lambda features, x: jax.lax.scan(lambda *x: (averaged(*x),) * 2, features(x[0]), features(x))[1],
+    "matmul inside": lambda features, x: jax.lax.scan(
+        lambda state, row: (averaged(state, features(row)),) * 2, features(x[0]), x
+    )[1],
+    "buffer": averages_in_a_buffer,
+    "unrolled": unrolled_averages,
+}
+
+
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize("of_gradient", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("name", AVERAGES)
 @pytest.mark.parametrize("rows", [(), (16,)])
-def test_an_average_over_time_is_not_rounded_in_each_step(rows, scan, dtype, of_gradient):
-    """Without a matmul in its steps, such as those of an exponential moving average: up to 5 times the error."""
+def test_an_average_over_time_is_not_rounded_in_each_step(rows, name, dtype, of_gradient):
+    """Where no matmul multiplies the state, as in an exponential moving average: up to 5 times the error by hand."""
     rng = np.random.default_rng(0)
     params = {"w": rng.normal(size=(6, 8)) / 2, "v": rng.normal(size=(8, 16)) / 3, "u": rng.normal(size=(16, 1)) / 4}
 
     def loss(p, x):
-        h = jnp.tanh(x @ p["w"])
-        step = lambda state, row: 0.99 * state + 0.01 * row
-        states = [h[0]]
-        for row in () if scan else h:
-            states.append(step(states[-1], row))
-        averages = jax.lax.scan(lambda *x: (step(*x),) * 2, h[0], h)[1] if scan else jnp.stack(states)
+        averages = AVERAGES[name](lambda x: jnp.tanh(x @ p["w"]), x)
         return jnp.mean((jnp.tanh(averages @ p["v"]) @ p["u"] - 1) ** 2)
 
     kind = Kind(loss, jax.tree.map(np.float32, params), np.float32(rng.normal(size=(20, *rows, 6))))

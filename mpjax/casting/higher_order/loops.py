@@ -24,7 +24,7 @@ from mpjax.casting.plan import Plan, Step
 from mpjax.casting.rewrite import MixedValue, arrays_of, run_closed, values_of
 from mpjax.casting.setting import Setting
 from mpjax.casting.streams import has_matmuls
-from mpjax.casting.updates import Added, added_to, is_gated, is_one_map
+from mpjax.casting.updates import Added, added_to, is_gated, is_one_map, is_recurrence
 from mpjax.casting.uses import RESULT, Use, Uses, uses
 from mpjax.kernels.weight_gradients import detached, straight_through
 from mpjax.program import contexts, evaluator
@@ -217,8 +217,7 @@ def _keeps_float32(level: Level, use: Use, body: SubJaxpr, i: int, setting: Sett
     added = added_to(body, i)
     if level == Level.ZERO or (level <= Level.COMPUTED and added == Added.STEP):
         return bool(added)
-    # Without a matmul in the body, its iterations are steps of a recurrence, such as that of discounted returns.
-    return bool(added) and (is_one_map(body, i) or not has_matmuls(body.jaxpr))
+    return is_recurrence(body, i) or (bool(added) and is_one_map(body, i))
 
 
 # Issuing again.
