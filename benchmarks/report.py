@@ -48,6 +48,7 @@ TITLES = {
     "float8_h200_cpu": "Float8 steps compiled for an H200 without a GPU",
     "mxfp8_b200_cpu": "MXFP8 steps compiled for a B200 without a GPU",
     "parity_float8_cpu": "Parity: float8 against float32",
+    "parity_residuals_cpu": "Parity: residuals in float8 against float32",
 }
 PLOTTED = ("tf32", "flax_float16", "autocast_float16", "with_policy_float16")
 

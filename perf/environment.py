@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def environment(without: dict[str, int | None] | None = None) -> dict[str, Any]:
         **versions(),
         **commit(),
         "python": platform.python_version(),
-        "command": f"python -m {_module_name()} {' '.join(_arguments(without or {}))}".strip(),
+        "command": f"python -m {_module_name()} {shlex.join(_arguments(without or {}))}".strip(),
     }
 
 
