@@ -237,8 +237,8 @@ class Instrumented:
         carried, (trips, notes) = while_loop(
             place.eqn, unfinished, step, strong(carry), start, lambda extra: extra[0] < most
         )
-        if stacks:
-            notes = {("iterations", place.number): notes}
+        # Of a condition there are none: a loop that ends by what it computes is float32 under autocast.
+        notes = {("iterations", place.number): notes} if stacks else {**self._empty(condition), **notes}
         return list(carried), {**notes, **self.probe.ended(place, trips)}
 
     def _cond(self, place: Site, ins: Sequence[Any], iteration: Sequence[Any]) -> tuple[list[Any], dict[Key, Any]]:

@@ -244,7 +244,8 @@ class NumericsReport(Report):
                 "the gradient under autocast shows where"
             )
         elif self.unseen:
-            yield f"found nothing that must stay in float32, but {len(self.unseen)} operations were not inspected"
+            count = f"{len(self.unseen)} operations were" if len(self.unseen) > 1 else "one operation was"
+            yield f"found nothing that must stay in float32, but {count} not inspected"
         elif self.nonfinite or self.rules:
             return
         elif self.flushed_at(self.loss_scale) > _MUCH and not is_idle:

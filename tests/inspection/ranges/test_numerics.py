@@ -272,3 +272,15 @@ def test_what_blocks_flush_is_shown_by_numerics_and_watch(residuals, loop):
     watched = mpjax.watch(fun)
     (record,) = jax.jit(lambda *args: watched.update(watched.init(*args), *args))(params, x).records()
     assert record.scalars()["kept/reads/flushed"] == pytest.approx(flushed, abs=0.02)
+
+
+def test_a_loop_may_compute_its_condition():
+    """As a line search, which evaluates the objective there."""
+
+    def loss(w, x):
+        objective = lambda size: jnp.mean((x @ (size * jax.lax.stop_gradient(w))) ** 2)
+        size = jax.lax.while_loop(lambda size: objective(size) > 0.1, lambda size: size / 2, jnp.float32(1))
+        return jnp.mean((x @ w * size) ** 2)
+
+    report = mpjax.numerics(loss, jnp.ones((4, 4)), jnp.ones((2, 4)))
+    assert str(report).splitlines()[0] == "no module needs to be kept in float32 for its range"
