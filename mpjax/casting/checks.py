@@ -13,6 +13,7 @@ import numpy as np
 
 from mpjax.casting.attention.kernel import ATTENTION
 from mpjax.casting.classify import BY_PRECISION, EXACT, OPAQUE
+from mpjax.casting.cross_entropy.find import DIFFERENTIATED, RETURNED
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
 from mpjax.casting.plan import Plan
 from mpjax.casting.policies import origin_of, scaled_origin_of
@@ -97,9 +98,7 @@ def check_device(setting: Setting) -> None:
 def check_options(program: TracedCall, plan: Plan, rules: Rules | None) -> None:
     """Warns about options of the caller's `Rules` that change nothing in a program."""
     rules, counts = rules or Rules(), plan.counts
-    flow = dataflow(program.jaxpr)
-    arrays = [v for v in flow.returned if getattr(v.aval, "shape", ())]
-    if rules.residuals in PACKINGS and BACKWARD in passes_of(flow.before(arrays)):
+    if rules.residuals in PACKINGS and _takes_gradient(program):
         _warn(
             f"autocast: Rules(residuals={rules.residuals!r}) is for what derivatives of this function keep, but it "
             "takes its gradient itself, and what that keeps stays in half. Differentiate what autocast returns: "
@@ -117,11 +116,20 @@ def check_options(program: TracedCall, plan: Plan, rules: Rules | None) -> None:
         choice = getattr(rules, option)
         if choice not in ("auto", "unfused") and primitive.name not in counts.primitives:
             reasons = sorted(why for kind, why in counts.unfused if kind == option) or ["none was found"]
+            if RETURNED in reasons and _takes_gradient(program):  # by a loop, for its derivative
+                reasons = sorted({*reasons, DIFFERENTIATED} - {RETURNED})
             _warn(
                 f"autocast: Rules({option}={choice!r}) fuses nothing of this program: {'; '.join(reasons)}. "
                 "See mpjax.explain(fun, *args).",
                 UnusedRuleWarning,
             )
+
+
+def _takes_gradient(program: TracedCall) -> bool:
+    """Whether an array that a program returns follows from a backward pass in it."""
+    flow = dataflow(program.jaxpr)
+    arrays = [v for v in flow.returned if getattr(v.aval, "shape", ())]
+    return BACKWARD in passes_of(flow.before(arrays))
 
 
 def check_plan(plan: Plan, policy: Policy, rules: Rules | None) -> None:

@@ -782,6 +782,19 @@ def test_a_loss_whose_logits_are_read_stays_as_it_is(loss):
     assert programs[0] == programs[1]
 
 
+@pytest.mark.standard_promotion
+def test_the_gradient_in_a_program_is_the_reason_in_a_loop_too():
+    """What the derivative keeps of a step is returned by the loop, which was given as the reason."""
+
+    def loss(params, x, y):
+        step = lambda total, chunk: (total + integer_labels(params, *chunk), None)
+        return jax.lax.scan(step, 0.0, (x, y))[0]
+
+    gradient = mpjax.autocast(jax.grad(model(loss)), rules=Rules(cross_entropy="fused"))
+    with pytest.warns(mpjax.UnusedRuleWarning, match="of this program: the program contains its gradient already"):
+        jax.make_jaxpr(gradient)(*arguments())
+
+
 def test_a_teacher_of_one_of_two_temperatures_is_no_loss_of_its_own():
     """It comes before the student's second temperature, and was listed as unfused."""
 

@@ -33,6 +33,8 @@ from mpjax.program.source import source_line
 
 # By name: a loss is found by what is done to its logits.
 
+RETURNED, DIFFERENTIATED = "its logits are returned", "the program contains its gradient already"
+
 
 class LossHead:
     """The heads of a loss: matmuls, and what is done to their products up to reductions over the vocabulary.
@@ -98,7 +100,7 @@ class LossHead:
             self.known.update(new)
             for v in new:
                 if v in self.flow.returned:
-                    raise Refused("its logits are returned")
+                    raise Refused(RETURNED)
                 waiting |= {self.flow.place(eqn): eqn for eqn in self.flow.readers.get(v, ())}
             if not waiting:
                 return
@@ -195,7 +197,7 @@ class LossHead:
         if primitive(name).rule and (small or {*NORMALISING} <= {site.name for site in walk(Dataflow([eqn]))}):
             self.is_loss = True
             raise Refused(f"a function with a derivative rule of its own reads its logits ({source_line(eqn)})")
-        scopes = "the program contains its gradient already" if "transpose(" in str(eqn.source_info.name_stack) else ""
+        scopes = DIFFERENTIATED if "transpose(" in str(eqn.source_info.name_stack) else ""
         first = eqn  # A sum of a function stands for what computes it.
         while functions := [v for v in variables(first.invars) if "reduce_" in name and self._has_functions(v)]:
             first = self.flow.maker(functions[0])
