@@ -64,8 +64,8 @@ class Summary(NamedTuple):
 
     Args:
         outs: The contents of the outputs.
-        products: For each matmul that maps a value: the input by a function of which it does, if that is one, and the
-            inputs that the value depends on.
+        products: For each matmul that maps a value: the input of which its other operand is a function, None for
+            several, and the inputs that the value depends on.
     """
 
     outs: tuple[Contents, ...]
