@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mpjax.casting.attention.division import EXPONENTIALS
 from mpjax.casting.cancellation import is_centred
-from mpjax.casting.classify import EXACT, OPAQUE, Listing
+from mpjax.casting.classify import EXACT, OPAQUE, Listing, default_listing
 from mpjax.casting.constants import out_of_range
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
 from mpjax.casting.lattice import (
@@ -24,14 +26,17 @@ from mpjax.casting.lattice import (
 )
 from mpjax.casting.plan import Action, Step
 from mpjax.casting.prepare import FORMS
+from mpjax.casting.recompute import is_cheap
 from mpjax.casting.setting import AS_TRACED, IN_FLOAT32, IN_HALF, Region, tracked
-from mpjax.casting.streams import normalized_sums
+from mpjax.casting.states import is_gate
+from mpjax.casting.streams import normalized_sums, residual_additions
 from mpjax.casting.updates import is_step
 from mpjax.casting.uses import GATED, STREAM_ADDITION, Use
 from mpjax.kernels.lookup import selects
 from mpjax.program import compat
-from mpjax.program.dataflow import dataflow, variables
+from mpjax.program.dataflow import Dataflow, dataflow, variables
 from mpjax.program.primitives import Op, Saves, primitive
+from mpjax.program.source import is_backward
 
 if TYPE_CHECKING:
     from mpjax.casting.infer import Inference
@@ -140,6 +145,8 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
         return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: a float32 operation reads it too")
     if level == Level.HALF and used & Use.SUMMED:
         return inference.in_float32(eqn, listing, Level.HALF, f"{why}: half activation, a loop sums it up")
+    if level == Level.HALF and used & Use.ANY_HALF and not used & Use.HALF and _may_overflow(inference, eqn):
+        return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: may be beyond float16's range, and is stored")
     if level == Level.HALF and row.adds and _shifts(inference, eqn, used):
         return inference.in_float32(eqn, listing, Level.HALF, f"{why}: half activation, shifted")
     if level == Level.HALF and used & Use.ANY_HALF and _rounds_a_number(inference, eqn):
@@ -153,6 +160,49 @@ def _infer(inference: Inference, eqn: Any, listing: Listing) -> Step:
     if level == Level.FLOAT:
         return inference.in_float32(eqn, listing, Level.FLOAT, f"{why}: float32 activation")
     return inference.in_float32(eqn, listing, level, f"{why}: parameters and inputs only")
+
+
+def _may_overflow(inference: Inference, eqn: Any) -> bool:
+    """Whether an equation's result follows from a product or power of activations, and is stored in memory.
+
+    What arithmetic reads is not rounded on the way to a norm or a bound (`rounding`), nor what a call made of it
+    returns. Loops, branches, checkpoints and sorts read memory. Not the sums of a residual stream, kept in half.
+    """
+    jaxpr, flow = inference.jaxpr, dataflow(inference.jaxpr)
+    in_range = inference.setting.half != np.float16 or inference.setting.folded or is_backward(eqn)
+    if in_range or not _is_stored(flow, eqn.outvars[0]):
+        return False
+
+    def terms(each: Any) -> Sequence[Any]:
+        row = primitive(each.primitive.name)
+        passes = row.is_affine and not row.kernel and each.outvars[0] not in residual_additions(jaxpr)
+        return variables(each.invars) if passes else ()
+
+    return any(_multiplies(inference, flow, each) for each in flow.made_by(eqn.outvars, terms))
+
+
+def _is_stored(flow: Dataflow, v: Any) -> bool:
+    """Whether what is no arithmetic reads a value, directly or after moves, or the program returns it."""
+    return v in flow.returned or any(
+        not is_cheap(each) or (primitive(each.primitive.name).op is Op.MOVE and _is_stored(flow, each.outvars[0]))
+        for each in flow.readers.get(v, ())
+    )
+
+
+def _multiplies(inference: Inference, flow: Dataflow, eqn: Any) -> bool:
+    """Whether an equation multiplies two activations of its result's size that are no gates, or one by itself."""
+    row, size = primitive(eqn.primitive.name), compat.numel(eqn.outvars[0].aval)
+    if default_listing(eqn).op is not Op.INFER or row.bounds != (-np.inf, np.inf):
+        return False
+    factors = [
+        v
+        for v in variables(eqn.invars)
+        if compat.numel(flow.source(v, lambda maker: primitive(maker.primitive.name).whole).aval) == size
+        and tracked(v)
+        and not castable(inference.values[v])
+        and not is_gate(flow, v)
+    ]
+    return len(factors) == 2 if row.multiplies else bool(factors) and not row.is_affine
 
 
 def _shifts(inference: Inference, eqn: Any, used: Use) -> bool:

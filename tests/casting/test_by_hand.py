@@ -571,6 +571,10 @@ def normalised(h):
     return (h - h.mean(-1, keepdims=True)) * jax.lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
 
 
+normalised_by_rule = jax.custom_vjp(normalised)
+normalised_by_rule.defvjp(lambda h: (normalised(h), h), lambda h, g: jax.vjp(normalised, h)[1](g))
+
+
 # Layers whose roundings, repeated in each of 24, made the gradient 2 to 50 times worse than by hand. The scaled state's
 # were right before.
 LAYERS = {
@@ -793,6 +797,34 @@ def test_a_backward_pass_in_the_program_reads_no_rounded_slopes(name, dtype):
     loss = lambda p, x: jnp.mean((LARGE_SLOPES[name](x @ p["w"], x @ p["g"]) @ p["v"]) ** 2)
     cast = lambda fun: mpjax.autocast(fun, f"mixed_{dtype}")
     assert error_of_by_hand(Kind(loss, p, draw(64, 32)), cast, jnp.dtype(dtype), of_gradient=True) <= 1.1
+
+
+# A product beyond float16's range that something else than arithmetic reads or returns, before a norm or a bound.
+STORED_PRODUCTS = {
+    "a checkpoint": lambda h, g: jax.checkpoint(normalised)(h * g),
+    "from a checkpoint": lambda h, g: normalised(jax.checkpoint(jnp.multiply)(h, g)),
+    "a square": lambda h, g: jax.checkpoint(normalised)(jax.nn.relu(h) ** 2),
+    "a sum of products": lambda h, g: jax.checkpoint(normalised)(h * g + g),
+    "a move": lambda h, g: jax.checkpoint(normalised)((h * g).reshape(128, 32)).reshape(h.shape),
+    "from a branch": lambda h, g: normalised(jax.lax.cond(h.sum() > -1e9, jnp.multiply, jnp.add, h, g)),
+    "a loop": lambda h, g: jax.lax.map(normalised, h * g),
+    "from a loop": lambda h, g: normalised(jax.lax.map(lambda hg: hg[0] * hg[1], (h, g))),
+    "a sort": lambda h, g: jnp.sort(h * g) / 9e4,
+    "a derivative rule": lambda h, g: normalised_by_rule(h * g),
+}
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("of_gradient", [False, True])
+@pytest.mark.parametrize("name", STORED_PRODUCTS)
+def test_a_product_that_is_stored_may_be_beyond_float16s_range(name, of_gradient):
+    """Half is kept of it where a matmul reads it. These were NaN."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    p = {"w": 60 * draw(32, 64), "v": draw(64, 8) / 3000, "g": 60 * draw(32, 64)}
+    loss = lambda p, x: jnp.mean((STORED_PRODUCTS[name](x @ p["w"], x @ p["g"]) @ p["v"]) ** 2)
+    kind, cast = Kind(loss, p, draw(64, 32)), functools.partial(mpjax.autocast, policy="mixed_float16")
+    assert error_of_by_hand(kind, cast, jnp.dtype("float16"), of_gradient) <= 1.3
 
 
 # Functions of a matmul's result that would round several times between two matmuls.
