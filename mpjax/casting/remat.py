@@ -105,6 +105,12 @@ def saved_by(step: Step) -> Sequence[Read]:
     return [(v, HALF if step.half else FULL) for v in _saved(step.eqn) if tracked(v)]
 
 
+def _is_choice(step: Step) -> bool:
+    """Whether each element of a step's result is one of an operand's, or of its size."""
+    row = primitive(step.eqn.primitive.name)
+    return row.keeps_values or row.exact
+
+
 def with_regions(
     steps: Sequence[Step],
     values: Mapping[Any, Inferred],
@@ -270,13 +276,16 @@ class _Stretches:
         """
         if self.rounds:
             return list(run)
-        saved = {v for step in run for v, storage in saved_by(step) if storage != Storage.MASK}
+        # A checkpoint keeps nothing, and its backward pass a mask or signs, of a maximum, bounds or an absolute value.
+        saving = [step for step in run if self.recompute or not _is_choice(step)]
+        saved = {v for step in saving for v, storage in saved_by(step) if storage != Storage.MASK}
         unrounded: set[Any] = set()
         able: set[int] = set()  # to read unrounded values
         for step in reversed(run):
             goes_on = all(self._readers(v) <= able for v in step.outvars)  # What is not read does no harm.
             # In a checkpoint, the sum of a stream is written, in half, for its several readers.
-            goes_on &= self.recompute or not adds(step) or self._reads_one(step)
+            one_reader = all(len(self._readers(v)) == 1 for v in step.outvars)
+            goes_on &= self.recompute or not adds(step) or self._reads_one(step) or one_reader
             if is_rounding(step) and goes_on:
                 unrounded.update(v for v in step.outvars if v not in saved)
             # What is rounded before the call or move that ends a chain is as exact, if it does not add. The sum of two
