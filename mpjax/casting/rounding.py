@@ -86,7 +86,8 @@ def _is_simple(step: Step) -> bool:
     row, inside = primitive(step.eqn.primitive.name), [each for plan in step.plans for each in plan.eqns]
     if row.call:
         return all(map(_is_simple, inside))
-    return row.pointwise or row.whole or row.compares or row.risk == "sum" or not variables(step.eqn.invars)
+    moves = row.whole or is_move(step) or not variables(step.eqn.invars)
+    return moves or row.pointwise or row.compares or row.risk == "sum"
 
 
 def adds(step: Step) -> bool:

@@ -144,6 +144,7 @@ OFFSETS = {
     "an absolute value": lambda h, p: jnp.abs(h + p["mean"]) - p["other"],
     "a difference of squares": lambda h, p: ((h + p["mean"]) ** 2 - p["other"] ** 2) / 50,
     "around moves": lambda h, p: ((h + p["mean"]).T.reshape(32, 64) - p["other"][:, None]).T,
+    "a roll": lambda h, p: jnp.roll(h + p["mean"], 3, 1) - jnp.roll(p["other"], 3),
     "a centring": lambda h, p: (h + p["mean"]) - jnp.mean(h + p["mean"], axis=1, keepdims=True),
 }
 
