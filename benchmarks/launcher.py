@@ -134,7 +134,7 @@ def perceptron(width: int = 256, rows: int = 512) -> tuple[Any, Any, Any]:
 def launched(policy: str) -> Iterator[None]:
     """JAX and optax as a launched script sees them."""
     from mpjax.launcher import hooks
-    from mpjax.launcher.hooks import Options
+    from mpjax.launcher.options import Options
 
     patches = hooks.patch(Options(policy=policy, quiet=True))
     try:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpjax.launcher import cli, hooks
-from mpjax.launcher.hooks import DEFAULT_POLICY, PROGRAM, LaunchError, Options, read_rules
+from mpjax.launcher.options import DEFAULT_POLICY, PROGRAM, LaunchError, Options, read_rules
 
 _EPILOG = """
 Arguments after the script or the module are passed to it:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 import mpjax
-from mpjax.launcher.hooks import LaunchError, Options
+from mpjax.launcher.options import LaunchError, Options
 from mpjax.program import compat, contexts
 from mpjax.program.fates import Arrays
 from mpjax.program.scopes import given

@@ -9,7 +9,7 @@ import os
 import sys
 
 from mpjax.launcher import hooks
-from mpjax.launcher.hooks import LaunchError, from_environment
+from mpjax.launcher.options import LaunchError, from_environment
 
 
 def start() -> None:

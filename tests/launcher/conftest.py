@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from mpjax.launcher import hooks
-from mpjax.launcher.hooks import Options
+from mpjax.launcher.options import Options
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.example_libraries import optimizers
 
 from mpjax.launcher import retrying
-from mpjax.launcher.hooks import LaunchError
+from mpjax.launcher.options import LaunchError
 from mpjax.launcher.session import (
     CALLS,
     CHECKED,

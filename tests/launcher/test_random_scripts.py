@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mpjax.launcher import hooks
-from mpjax.launcher.hooks import Options
+from mpjax.launcher.options import Options
 from mpjax.launcher.session import CHECKED, NOT_UPDATED, OUTSIDE_JIT
 
 # Each test clears JAX's caches; without this, the same small programs would be compiled again.

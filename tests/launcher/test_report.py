@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from mpjax.launcher import cli, hooks
+from mpjax.launcher import cli, hooks, options
 from mpjax.launcher.report import Report, _is_half
 from mpjax.program.graph import walk
 from tests.launcher.programs import ATTENTION, LINEAR
@@ -84,8 +84,8 @@ def test_rules_of_a_file_apply(script, report_of):
     assert f"  matched nothing so far: deny 'tanh' {hint}" in first
     assert f"mpjax run: matched nothing: deny 'tanh' {hint}" in first
     assert last.startswith("\n  step (script.py:4)")
-    with pytest.raises(hooks.LaunchError, match="allowed = 3 is not understood"):
-        hooks.read_rules(script("allowed = 3", "rules.toml"))
+    with pytest.raises(options.LaunchError, match="allowed = 3 is not understood"):
+        options.read_rules(script("allowed = 3", "rules.toml"))
 
 
 def test_fused_attention_is_asked_for_by_a_flag(script, report_of, tmp_path):
@@ -172,7 +172,7 @@ def test_the_first_block_names_a_rounding_that_is_amplified(script, report_of):
 
 
 def test_an_earlier_import_of_jax_is_refused(script, capsys, monkeypatch):
-    for name in (hooks.POLICY, hooks.DETAILS):
+    for name in (options.POLICY, options.DETAILS):
         monkeypatch.setenv(name, "")
     assert cli.main([str(script(LINEAR))]) == 2
     assert "JAX is imported already" in capsys.readouterr().err
