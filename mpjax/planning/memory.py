@@ -7,8 +7,9 @@ import math
 from collections.abc import Collection, Sequence
 
 from mpjax.inspection.reports import added_up, folded, totals
+from mpjax.planning.arguments import PARAMETERS
 from mpjax.planning.liveness import BACKWARD, FORWARD, OUTSIDE, Buffer, buffers_of, live_at, live_bytes
-from mpjax.planning.step import PARAMETERS, Compiled
+from mpjax.planning.step import Compiled
 
 GRADIENTS, KEPT, SCORES, LOGITS = "gradients", "kept activations", "scores", "logits"
 CASTS, RESULTS, WORKSPACE = "casts of parameters", "results", "workspace"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend
@@ -13,16 +13,13 @@ import numpy as np
 import optax
 
 from mpjax.optimizer_state import low_bit_state
+from mpjax.planning.arguments import MASTERS, PARAMETERS, STATE, Traced
 from mpjax.program import compat, evaluator
 from mpjax.program.objects import filled
 from mpjax.program.tracing import trace
 
-if TYPE_CHECKING:
-    from mpjax.planning.step import Traced
-
 # By name: a jitted function is entered where it is not part of the differentiated one; a cast reads the half value.
 
-PARAMETERS, STATE, INPUTS, MASTERS = "parameters", "optimizer state", "inputs", "master weights"
 _LOW_BIT = 4096  # `low_bit_state` stores arrays of as many elements
 
 
