@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from mpjax.casting.cancellation import is_centred
 from mpjax.casting.classify import EXACT, OPAQUE, Listing, default_listing
 from mpjax.casting.constants import out_of_range
 from mpjax.casting.cross_entropy.head import CROSS_ENTROPY
+from mpjax.casting.inference import ByList, Inference
 from mpjax.casting.lattice import (
     FULL,
     HALF,
@@ -37,9 +38,6 @@ from mpjax.program import compat
 from mpjax.program.dataflow import Dataflow, dataflow, variables
 from mpjax.program.primitives import Op, Saves, primitive
 from mpjax.program.source import is_backward
-
-if TYPE_CHECKING:
-    from mpjax.casting.infer import Inference
 
 # By name: an equality is no order, and rounding changes it.
 
@@ -385,7 +383,7 @@ def _convert(inference: Inference, eqn: Any, listing: Listing) -> Step:
     return Step(eqn, Action.BIND, (inference.read(v, FULL),), (None,), why, listing)
 
 
-BY_LIST: dict[Op, Callable[[Inference, Any, Listing], Step]] = {
+BY_LIST: ByList = {
     Op.ALLOW: _allow,
     Op.DENY: _deny,
     Op.INFER: _infer,

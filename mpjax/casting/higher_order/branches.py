@@ -20,7 +20,8 @@ from mpjax.casting.higher_order.sub_jaxpr import (
     operand_dtypes,
     passed_in,
 )
-from mpjax.casting.infer import Inference, plan_jaxpr
+from mpjax.casting.infer import plan_jaxpr
+from mpjax.casting.inference import Inference
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, at_boundary, join
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.rewrite import values_of

@@ -30,7 +30,8 @@ from mpjax.casting.higher_order.sub_jaxpr import (
     plan_call,
     storages_in,
 )
-from mpjax.casting.infer import Inference, plan_function
+from mpjax.casting.infer import plan_function
+from mpjax.casting.inference import Inference
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Level, Storage, storage_of
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.recompute import is_cheap

@@ -29,7 +29,8 @@ from mpjax.casting.higher_order.sub_jaxpr import (
     passed_in,
     plan_call,
 )
-from mpjax.casting.infer import Inference, plan_jaxpr
+from mpjax.casting.infer import plan_jaxpr
+from mpjax.casting.inference import Inference
 from mpjax.casting.lattice import FULL, HALF, PARAMETER, TRACED, Inferred, Level, Storage, storage_of
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.rewrite import MixedValue, array_of, arrays_of, run, values_of

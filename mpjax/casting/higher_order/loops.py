@@ -18,7 +18,8 @@ from mpjax.casting.higher_order.sub_jaxpr import (
     storages_in,
     unflatten_operands,
 )
-from mpjax.casting.infer import Inference, plan_jaxpr
+from mpjax.casting.infer import plan_jaxpr
+from mpjax.casting.inference import Inference
 from mpjax.casting.lattice import FULL, HALF, STREAM, Inferred, Level, carried, join, storage_of
 from mpjax.casting.plan import Plan, Step
 from mpjax.casting.rewrite import MixedValue, arrays_of, run_closed, values_of

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpjax.casting.classify import Listing
-from mpjax.casting.infer import Inference, plan_jaxpr
+from mpjax.casting.infer import plan_jaxpr
+from mpjax.casting.inference import Inference
 from mpjax.casting.lattice import FULL, HALF, TRACED, Inferred, Storage, storage_of
 from mpjax.casting.plan import Action, Plan, Step
 from mpjax.casting.rewrite import array_of, arrays_of, run_closed, value_of
