@@ -3,6 +3,7 @@
 import ast
 import builtins
 import doctest
+import graphlib
 import inspect
 import json
 import pathlib
@@ -97,18 +98,23 @@ def test_examples_import_what_they_use():
 ROOMS = "program policy kernels casting modules loss_scale optimizer_state inspection launcher planning".split()
 
 
+def names_imported(tree):
+    """The names that code imports, also inside functions: `a.b` and `a.b.c` of `from a.b import c`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
 def rooms_imported_by(path):
-    """The rooms that a file imports, also inside functions; in an `__init__`, not what type checkers alone see."""
+    """The rooms that a file imports; in an `__init__`, not what type checkers alone see."""
     tree = ast.parse(path.read_text())
     if path.name == "__init__.py":
         tree.body = [
             node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECK" in ast.dump(node.test))
         ]
-    nodes = [*ast.walk(tree)]
-    names = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
-    names += [f"mpjax.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
-    names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    return {name.split(".")[1] for name in names if name.startswith("mpjax.")} & {*ROOMS}
+    return {name.split(".")[1] for name in names_imported(tree) if name.startswith("mpjax.")} & {*ROOMS}
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -117,6 +123,22 @@ def test_no_room_imports_one_above_it(room):
     files = [*folder.rglob("*.py")] if folder.is_dir() else [folder.with_suffix(".py")]
     above = {*ROOMS[ROOMS.index(room) + 1 :]}
     assert not {str(path): found for path in files if (found := rooms_imported_by(path) & above)}
+
+
+def files_imported_by(path):
+    """The other files of mpjax that a file imports."""
+    names = names_imported(ast.parse(path.read_text()))
+    files = {ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith("mpjax.")}
+    return {file for file in files - {path} if file.exists()}
+
+
+def test_no_file_is_imported_by_what_it_imports():
+    folder = ROOT / "mpjax"
+    graph = {file: files_imported_by(file) for file in folder.rglob("*.py")}
+    assert sum(map(len, graph.values())) > 500
+    # Flax's bridges put a Linen module into an NNX one, and the reverse.
+    graph[folder / "modules" / "linen.py"].remove(folder / "modules" / "nnx.py")
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_only_code_for_modules_imports_flax():
@@ -129,9 +151,7 @@ def test_only_code_for_modules_imports_flax():
 
 def local_imports(path):
     """The packages of this repository that a file imports, also inside functions."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    names = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
-    names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names = names_imported(ast.parse(path.read_text()))
     return {name.partition(".")[0] for name in names} & {*MAY_IMPORT, "tests"}
 
 
