@@ -98,7 +98,7 @@ def diagnosis_of(found: Symptoms) -> str:
     if found.derivative and cause and not of_sqrt:
         cause = f"a derivative that is not finite here: {cause}"
     value = found.local if found.float32 is None else found.float32
-    grows = found.kind == "inf" and name in GROWING and not any(map(math.isinf, found.operands))
+    grows = overflows(name, found.operands, found.kind) and not any(map(math.isinf, found.operands))
     if not cause and not math.isfinite(value) and grows:
         cause = "overflow of the operation's own dtype"
         terms = f" {_SIGNS[name]} ".join(map(number, found.operands)) if name in _SIGNS else ""
@@ -149,7 +149,7 @@ def diagnosis_of(found: Symptoms) -> str:
 
 
 # From finite operands, an infinite result of these is an overflow.
-GROWING = "mul add sub add_any dot_general conv_general_dilated reduce_sum cumsum integer_pow square".split()
+_GROWING = "mul add sub add_any dot_general conv_general_dilated reduce_sum cumsum integer_pow square".split()
 
 
 _SIGNS = {"add": "+", "add_any": "+", "sub": "-", "mul": "*"}
@@ -203,6 +203,11 @@ def _cause(primitive: str, operands: tuple[float, ...], kind: str) -> str:
     x, y, *_ = (*operands, math.nan, math.nan)
     rows = (text for names, is_met, text in _CAUSES if primitive in names.split() and is_met(x, y, kind))
     return next(rows, "").format(primitive=primitive, x=number(x))
+
+
+def overflows(primitive: str, operands: tuple[float, ...], kind: str) -> bool:
+    """Whether a result of an operation that is not finite is too large for its dtype, and is not at a pole."""
+    return kind == "inf" and primitive in _GROWING and not _cause(primitive, operands, kind)
 
 
 # What the dataflow around a fault shows: constants, indices, derivatives, a softmax, a `where`.

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpjax.inspection.auditing.constants import as_written, in_float32
 from mpjax.inspection.nonfinite import diagnosis
-from mpjax.inspection.nonfinite.diagnosis import GROWING, Symptoms, diagnosis_of
+from mpjax.inspection.nonfinite.diagnosis import Symptoms, diagnosis_of
 from mpjax.inspection.nonfinite.examined import Examined, first_that_reaches, is_number
 from mpjax.inspection.nonfinite.provenance import MADE
 from mpjax.inspection.reports import Report, Section, array_text
@@ -291,7 +291,8 @@ def _examined(
     value = float(there["value"]) if reached else None
     kind = "nan" if np.isnan(here["value"]) else "inf"
     fine = math.isfinite(here["float32"] if value is None else value)
-    overflows = kind == "inf" and place.name in GROWING
+    operands = tuple(map(float, here["operands"]))
+    overflows = diagnosis.overflows(place.name, operands, kind)
     cast = diagnosis.cast_input(flow, node)
     argument = "" if cast is None else program.name_of(cast)
     mask = program.replay.from_masks.get(fault)
@@ -309,7 +310,7 @@ def _examined(
         ranges=here["ranges"],
         kind=kind,
         half=half,
-        operands=tuple(map(float, here["operands"])),
+        operands=operands,
         operands32=tuple(map(float, there["operands"])) if reached else (),
         local=float(here["float32"]),
         float32=value,
