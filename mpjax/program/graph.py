@@ -18,7 +18,7 @@ import numpy as np
 from mpjax.program import compat
 from mpjax.program.dataflow import once_per_jaxpr, variables
 from mpjax.program.primitives import TABLE, Op, matmul_flops, primitive
-from mpjax.program.source import join, module_of, path_of, phase_of, source_line
+from mpjax.program.source import join, module_of, path_of, phase_of, source_line, without_einsums
 
 # By name: each holds its sub-jaxprs, and how often they run, in parameters of its own.
 
@@ -181,9 +181,10 @@ def paths_of(eqn: Any, module: str, owners: Owners = NOBODY) -> tuple[str, ...]:
         module: The named scopes around it, at all levels.
         owners: Module paths of equations whose scopes don't name an instance.
     """
-    path = path_of(module)
+    written = path_of(module)
+    path = without_einsums(written)
     owner = owners.get(id(eqn)) if owners and (not path or path.startswith(_CLASSES)) else None
-    return (path,) if owner is None else (owner, path)
+    return tuple(dict.fromkeys((path if owner is None else owner, path, written)))
 
 
 def site_of(eqn: Any, around: Site | None = None, owners: Owners = NOBODY) -> Site:

@@ -127,6 +127,12 @@ def path_of(module: str) -> str:
     return "/".join(parts)
 
 
+@functools.lru_cache(maxsize=4096)
+def without_einsums(path: str) -> str:
+    """A module path without the scopes that `jnp.einsum` opens, which are no modules: `Net` for `Net/bij,bkj->bik`."""
+    return "/".join(part for part in path.split("/") if not ("," in part and "->" in part))
+
+
 def split_scopes(module: str) -> list[str]:
     """Splits at slashes that are not inside parentheses: `jvp(a/b)/c` has two parts."""
     parts: list[str] = []

@@ -101,6 +101,22 @@ def test_numerics_prints_overrides_that_match(name):
         assert "float32" in matmuls(loss, model, mpjax.Rules(deny=[f"*/{path}"])), path
 
 
+def test_a_scope_of_einsum_is_no_module():
+    """It is named after its subscripts: a rule may name it, a report shows the module."""
+    einsum = lambda p, x: jnp.einsum("bi,io->bo", x, p["head"]["w"])
+    params = {"head": {"w": np.eye(8, dtype=np.float32)}}
+
+    def matmul(rules):
+        report = mpjax.explain(mpjax.autocast(named, "mixed_float16", rules=mpjax.Rules(**rules)), params, X)
+        return next((row.module, row.dtypes_in[0]) for row in report.rows if row.op == "dot_general")
+
+    for scope, module in ((None, "head"), ("Net", "Net")):
+        named = einsum if scope is None else jax.named_scope(scope)(einsum)
+        for pattern in (f"*/{module}", "*bi,io->bo"):
+            assert matmul({}) == (module, "float16")
+            assert matmul({"deny": [pattern]}) == (module, "float32")
+
+
 def test_rules_match_forward_and_backward_and_recomputed_operations():
     @jax.checkpoint
     def gated(w, x):

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from mpjax.program.source import informative_frame, path_of, split_scopes
+from mpjax.program.source import informative_frame, path_of, split_scopes, without_einsums
 
 # By name: XLA's opcodes.
 
@@ -228,7 +228,7 @@ def module_path(op_name: str) -> str:
         'ResNet/Block_0/Conv_0'
     """
     parts = split_scopes(_STRUCTURE.sub("", op_name))[:-1]
-    return path_of("/".join(filter(None, parts)))
+    return without_einsums(path_of("/".join(filter(None, parts))))
 
 
 # Parts of a name that JAX and mpjax add for their own structure. All other parts are the user's named scopes.
