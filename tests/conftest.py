@@ -40,7 +40,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from xdist.scheduler import LoadScopeScheduling
 
 from tests import quick_kernels
-from tests.sampling import sampled
+from tests.sampling import sampled, sampled_of_file
 
 gc.disable()  # while tests are collected: nearly all objects stay
 threadpoolctl.threadpool_limits(1, user_api="blas")
@@ -129,12 +129,15 @@ def values(item) -> dict[str, str]:
 
 @pytest.hookimpl(trylast=True)  # of the cases that -k chooses
 def pytest_collection_modifyitems(config, items):
-    cases = collections.defaultdict(list)
+    files = collections.defaultdict(lambda: collections.defaultdict(list))
     for item in items:
-        cases[item.nodeid.partition("[")[0]].append(item)
+        file, _, test = item.nodeid.partition("[")[0].partition("::")
+        files[file][test].append(item)
     kept = set()
-    for test, of_test in cases.items():
-        kept.update(of_test[i] for i in sampled(test, [values(item) for item in of_test]))
+    for file, tests in files.items():
+        running = sampled_of_file(file, len(tests))
+        for test, of_test in (each for i, each in enumerate(tests.items()) if i in running):
+            kept.update(of_test[i] for i in sampled(f"{file}::{test}", [values(item) for item in of_test]))
     _deselect(config, items, [item in kept for item in items])
     if "exhaustive" not in config.option.markexpr:
         _deselect(config, items, ["exhaustive" not in item.keywords for item in items])

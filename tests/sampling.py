@@ -31,6 +31,21 @@ def sampled(test: str, cases: Sequence[Mapping[str, str]]) -> set[int]:
     return set(range(first, len(cases), EVERY))
 
 
+# Folders whose tests run whole scripts, start processes, or compile whole steps, most of them without parameters.
+WHOLE = ("tests/examples/", "tests/launcher/", "tests/planning/")
+_ONE_IN = 3
+
+
+def sampled_of_file(file: str, tests: int) -> set[int]:
+    """The positions of the tests of a file that run, of those in which the cases to run are sampled.
+
+    Where cases are sampled, the same tests run with the newest versions, so that one in three is enough of long ones.
+    """
+    if EVERY == 1 or not file.startswith(WHOLE):
+        return set(range(tests))
+    return set(range(zlib.crc32(file.encode()) % min(_ONE_IN, tests), tests, _ONE_IN))
+
+
 def _covering(cases: Sequence[Mapping[str, str]]) -> Iterator[int]:
     """Cases in which all values of all parameters but one occur together: of three parameters, each pair of values.
 

@@ -59,3 +59,11 @@ def test_one_in_so_many_runs_if_a_number_is_given(every, number, monkeypatch):
     monkeypatch.setattr(sampling, "EVERY", every)
     cases = table(name="abcdefgh", dtype=("bfloat16", "float16"))
     assert number <= len(sampling.sampled("test", cases)) <= number + 1
+
+
+@pytest.mark.parametrize(("every", "file", "number"), [(1, "examples", 7), (17, "examples", 2), (17, "casting", 7)])
+def test_one_in_three_tests_of_whole_scripts_runs_where_cases_are_sampled(every, file, number, monkeypatch):
+    monkeypatch.setattr(sampling, "EVERY", every)
+    running = sampling.sampled_of_file(f"tests/{file}/test_script.py", 7)
+    assert number <= len(running) <= number + (number < 7)
+    assert sampling.sampled_of_file(f"tests/{file}/test_script.py", 1) == {0}
