@@ -578,7 +578,7 @@ def _scatter_add(eqn: Any, *args: Array) -> Array | None:
     """A scatter-add in float32 or wider; in half its rounding depends on the dtype, so JAX evaluates it."""
     aval = eqn.outvars[0].aval
     wide = is_float(aval.dtype) and aval.dtype.itemsize >= 4
-    return numpy_rules.scatter_add(eqn, *args) if wide else None
+    return numpy_rules.scattered(np.add, eqn, *args) if wide else None
 
 
 def _ufunc(fun: Callable[..., Any]) -> Any:
@@ -844,6 +844,8 @@ _RULES.update(
         "conv_general_dilated": numpy_rules.convolution,
         "gather": numpy_rules.gather,
         **dict.fromkeys(("scatter-add", "scatter_add"), _scatter_add),
+        "scatter-max": functools.partial(numpy_rules.scattered, np.maximum),
+        "scatter-min": functools.partial(numpy_rules.scattered, np.minimum),
         "bitcast_convert_type": numpy_rules.bits,
         "broadcast_in_dim": _broadcast_in_dim,
         "convert_element_type": _convert,

@@ -79,8 +79,8 @@ def _missing(dtype: Any) -> Any:
     return np.iinfo(dtype).max if dtype.kind == "u" else np.iinfo(dtype).min
 
 
-def scatter_add(eqn: Any, x: Array, indices: Array, updates: Array) -> Array:
-    """`scatter_add` of float64 arrays."""
+def scattered(combine: np.ufunc, eqn: Any, x: Array, indices: Array, updates: Array) -> Array:
+    """A scatter of float64 arrays that combines elements, as `scatter_add` and `scatter-max` do."""
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     left_out = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     window = iter(updates.shape[d] for d in numbers.update_window_dims)
@@ -93,8 +93,8 @@ def scatter_add(eqn: Any, x: Array, indices: Array, updates: Array) -> Array:
         numbers.update_window_dims,
     )
     out = np.array(x)
-    kept = inside | (params["mode"] == jax.lax.GatherScatterMode.CLIP)
-    np.add.at(out, places, np.where(kept, updates, 0))
+    kept = np.broadcast_to(inside | (params["mode"] == jax.lax.GatherScatterMode.CLIP), updates.shape)
+    combine.at(out, tuple(np.broadcast_to(place, kept.shape)[kept] for place in places), updates[kept])
     return out
 
 

@@ -28,12 +28,25 @@ def sums(x):
     yield jax.grad(lambda x: sum(jnp.sum(jnp.sin(y.astype(jnp.float32))) for y in gathers(x)))(x)
 
 
-def test_gathers_and_scattered_sums_are_those_of_xla():
+def extremes(x):
+    yield from (x.at[BOTH].max(0.5), x.at[:, ROWS].min(x[:, :3]))
+    yield x.at[ROWS, :, ROWS].max(1.0, mode="clip")
+    yield x.astype(int).at[BOTH].max(1)
+    yield jax.grad(lambda x: jnp.sum(jnp.sin(jax.ops.segment_max(x.reshape(-1, 7), jnp.arange(30) % 4, 4))))(x)
+
+
+def test_gathers_and_scatters_are_those_of_xla():
     def both(x):
-        return [*gathers(x), *sums(x)]
+        return [*gathers(x), *sums(x), *extremes(x)]
 
     for found, expected in zip(in_numpy(both)(X), jax.jit(both)(X), strict=True):
         np.testing.assert_allclose(found, np.asarray(expected, np.float64), rtol=1e-5, atol=1e-5)
+
+
+def test_a_scattered_maximum_keeps_the_digits_of_float64():
+    """Its derivative looks for the elements that equal it."""
+    slope = in_numpy(jax.grad(lambda x: jnp.sum(jax.ops.segment_max(x / 3, jnp.arange(30) % 4, 4))))(X.reshape(-1, 7))
+    np.testing.assert_allclose(np.sum(slope), 4 * 7 / 3, rtol=1e-6)
 
 
 def test_a_reduction_to_a_dtypes_own_precision_keeps_subnormal_numbers():
