@@ -83,7 +83,7 @@ class Primitive(NamedTuple):
         logic: Combines booleans, or tests for finite values.
         risk: Why half precision may be inaccurate: `exp`, `log`, `pow` (range, poles) or `sum` (rounding).
         amplifies: The operands whose rounding it amplifies, somewhere in their range: `all`, the `second`, or `equals`,
-            arrays of one shape. Poles, steps, large derivatives, periods, differences of near-equal numbers.
+            arrays of one shape. Poles, steps, large derivatives, periods, differences of near-equal numbers, choices.
         lookup: Looks up rows of its first operand, at the indices of the second.
         worst: Where it amplifies a rounding without limit, in words for reports, as `near_1`.
         bounded: The bounds of its results, as `0:inf`.
