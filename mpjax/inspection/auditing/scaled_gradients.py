@@ -18,6 +18,7 @@ from mpjax.program.source import BACKWARD
 
 _LEAST = 1e-4  # Smaller constants guard a division against zero.
 _BOUNDS = {"max": "min", "min": "max"}
+_LEAST_SCALE = 2**10  # of a static loss scale: a weight that is a power of two may be a batch size
 _LARGEST = 0.25  # of the loss scale: a greater constant may be a bound that was multiplied by it
 
 
@@ -94,7 +95,8 @@ class _Scaled:
         again, applied with it, or applied although nothing tests them for inf and NaN, or no result tells of the test.
         """
         in_half = any(v.aval.dtype == np.float16 for v in self.values)
-        is_given = in_half and self.factor.kind != CONSTANT and self.flow.maker(self.factor) is None
+        is_static, is_argument = self._is_static, self.factor.kind != CONSTANT and self.flow.maker(self.factor) is None
+        is_given = in_half and (is_static or is_argument)
         powers, found = {self.start: 1}, {id(node): ("clipped", node.site) for node in self._clips()}
         for node in (*self.flow.eqns, *self.flow.eqns):  # a conditional comes before the equations of its branches
             for inner in node.inner:
@@ -106,13 +108,19 @@ class _Scaled:
             elif is_given and node.site.name == "mul" and any(self._is_factor(v) for v in node.reads if v not in given):
                 power, kind = power + 1, "scaled" if power else ""
             elif is_given and row.adds and node.site.phase != BACKWARD and self._is_applied(node, given):
-                kind = "scaled" if power else "" if self._is_checked else "unchecked"
+                kind = "scaled" if power else "" if is_static or self._is_checked else "unchecked"
             found |= {id(node): (kind, node.site)} if kind and given else {}
             keeps = repeats(node) or row.adds or row.communicates or node.site.name in ("select_n", "max", "min")
             scales = row.scales and (power < 1 or len(self._scaled_reads(node)) < 2)
             if given and kind != "divided" and (keeps or scales or (node.site.phase == BACKWARD and not node.inner)):
                 powers |= dict.fromkeys(node.writes, power)
         return found
+
+    @property
+    def _is_static(self) -> bool:
+        """Whether the factor is a large power of two, as a static loss scale is."""
+        factor = self.factor.constant
+        return factor is not None and bool(np.all(np.frexp(factor)[0] == 0.5) and np.all(factor >= _LEAST_SCALE))
 
     def _is_applied(self, node: Node, gradients: list[Value]) -> bool:
         """Whether an equation adds gradients to an argument or a carry that was read before they were computed."""

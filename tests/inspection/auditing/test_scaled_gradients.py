@@ -234,6 +234,14 @@ def test_gradients_that_are_divided_before_they_are_applied_are_none(step, args)
     assert not mpjax.audit(step, PARAMS, *args).risks
 
 
+@pytest.mark.parametrize(("factor", "expected"), [(2.0**10, 1), (2.0**15, 1), (1000.0, 0), (128.0, 0)])
+def test_a_static_loss_scale_that_is_not_divided_is_a_risk(factor, expected):
+    """128 may be the size of a batch, and 1000 a weight."""
+    assert len(lines_of("scaled", lambda params, x: never_divided(params, factor, x), PARAMS, X)) == expected
+    divided = lambda params, x: applied(params, over(gradients(params, x, factor), factor))
+    assert not mpjax.audit(divided, PARAMS, X).risks
+
+
 def without_a_test(params, state, x):
     return applied(params, mpjax.grad(loss_fn, state)(params, x)), state
 
